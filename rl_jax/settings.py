@@ -1,0 +1,211 @@
+"""Every part's frozen configuration: the one place where a default lives. stdlib only; config.py builds and checks them.
+
+A field's trailing comment gives its unit and range; `config.check` enforces it. No part sees the whole of `Settings`:
+each takes its own section.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    family: str = "decoder"  # a name of MODELS, or "package.module:attribute"
+    tokenizer: str = "byte"  # a name of TOKENIZERS
+    vocab_size: int = 0  # 0 = the tokenizer's
+    num_layers: int = 2
+    embed_size: int = 96
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 24
+    mlp_size: int = 256
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    tie_embeddings: bool = True
+    dtype: str = "float32"  # of activations and served weights: float32 | bfloat16
+    param_dtype: str = "float32"  # of the trained master weights
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    name: str = "all"
+    kind: str = "colocated"  # prefill | decode | train | colocated
+    devices: int | tuple[int, ...] = 1  # a number (the next free ones) or device indices
+    replicas: int = 1  # servers that share the devices equally
+    axes: Mapping[str, int] = field(default_factory=dict)  # per server: data, fsdp, tensor, expert, context; absent = 1
+    hardware: str = "cpu"  # hardware class, for affinity
+    tags: tuple[str, ...] = ()  # task tags this pool is preferred for; () = any
+    kv_heads: str = "error"  # replicate | error where tensor does not divide the kv heads
+
+
+@dataclass(frozen=True)
+class MeshSettings:
+    name: str = "one_device"
+    pools: tuple[PoolSettings, ...] = (PoolSettings(),)
+    rules_train: tuple[tuple[str, str | tuple[str, ...]], ...] = ()  # (logical axis, mesh axis or axes)
+    rules_serve: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    slots: int = 32  # live histories one server holds
+    context: int = 256  # tokens a slot holds
+    steps_per_block: int = 4  # decode steps per dispatch
+    chunk_sizes: tuple[int, ...] = (64, 512)  # packed prefill / append sizes that are compiled, ascending
+    chunk_requests: int = 16  # most requests in one chunk
+    num_stop_tokens: int = 4  # most stop token ids of one request
+    append_limit: int = 256  # longest suffix a decode server appends itself; longer ones go to a prefill server
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    queue_size: int = 1024  # requests one server may hold waiting; one more is refused (TurnError queue_full)
+    turn_deadline_s: float = 60.0
+    stop_deadline_s: float = 10.0  # for close() to join a server's thread
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    tag: str = "frozen_lake"
+    env: str = "frozen_lake"  # a name of ENVS, or "package.module:attribute"
+    reward: str = "env"  # "env" = sum of the environment's step rewards, or a name of REWARDS
+    config: Mapping[str, Any] = field(default_factory=dict)  # passed to the environment
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    sources: tuple[TaskSource, ...] = (TaskSource(),)
+    shuffle: bool = True
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    batch_groups: int = 8  # groups a step trains on; tags take equal shares
+    group_size: int = 8  # episodes of one task
+    max_staleness: int = 1  # 0 = synchronous; oldest trained token is at most this many versions old
+    scheduler: str = "trajectory"  # a name of SCHEDULERS
+    temperature: float = 1.0
+    top_p: float = 1.0  # below 1 is refused for training (the sampled support is not replayed yet)
+    top_k: int = 0  # above 0 is refused for training, as top_p
+    max_new_tokens: int = 16  # per turn
+    max_turns: int = 0  # 0 = the task's own limit
+    env_workers: int = 1  # environment worker processes
+    envs_per_worker: int = 256  # most live environments in one worker process
+    reset_timeout_s: float = 20.0
+    step_timeout_s: float = 10.0
+    start_timeout_s: float = 60.0  # import of the environment's module in a worker
+    episode_timeout_s: float = 300.0
+    max_obs_bytes: int = 65_536  # a longer observation is cut, marked and counted
+    short_group_infra: str = "replace"  # replace | survivors | drop: a member failed through no fault of the policy
+    short_group_stale: str = "drop"  # drop only, until partial groups are supported
+    max_attempts: int = 3  # tries of one episode before its group is dropped
+    max_env_failures: int = 64  # infra failures of environments in a row before the run stops (exit code 4)
+    take_timeout_s: float = 600.0  # longest wait for a batch without any episode progress
+    replay_dir: str = ""  # train_only: a run directory whose rollouts/step_N/train are trained on
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    timeout_s: float = 10.0
+    workers: int = 1
+
+
+@dataclass(frozen=True)
+class AlgorithmSettings:
+    name: str = "grpo"  # a name of ALGORITHMS
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    entropy_coef: float = 0.0
+    aggregation: str = "token-mean"  # token-mean | seq-mean-token-mean | seq-mean-token-sum-norm | group-mean-token-mean
+    max_response_tokens: int = 0  # the constant L of seq-mean-token-sum-norm; 0 = engine.context
+    overlong_filter: bool = False  # truncated trajectories get an empty loss mask
+    std_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class WarmStartSettings:
+    """Supervised steps on scripted episodes before RL. A section of its own: it has its own data, rate and length."""
+
+    steps: int = 0  # 0 = none
+    batch_episodes: int = 64
+    learning_rate: float = 2e-3
+    skill: float = 0.6  # share of scripted episodes whose script is the solution, the rest act at random; 0..1
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    learning_rate: float = 1e-3
+    schedule: str = "constant"  # constant | linear | cosine (over `steps`, to 0)
+    warmup_steps: int = 0
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0  # global norm
+    row_tokens: int = 256  # T of a packed row; at least engine.context
+    microbatch_rows: int = 8  # rows of one microbatch, over all devices; divisible by data x fsdp
+    remat: bool = False
+    logprob_chunk: int = 1024  # positions whose [*, V] logits are live at once
+    max_skipped: int = 5  # non-finite updates in a row before the run stops (exit code 6)
+
+
+@dataclass(frozen=True)
+class WeightSettings:
+    kv: str = "recompute"  # recompute | keep: KV of live histories at a swap
+    bucket_bytes: int = 64 << 20
+    deadline_s: float = 60.0
+    retries: int = 3  # of a sync that ends ABORTED; then exit code 5
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    every: int = 0  # steps; 0 = only at the end
+    keep: int = 2
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    every: int = 0  # steps; 0 = only before the first and after the last step
+    episodes: int = 64  # per tag
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class MetricsSettings:
+    progress: str = "auto"  # auto | plain | rich | json | none
+    heartbeat_s: float = 30.0
+    rollouts_every: int = 1  # steps between saved traces; 0 = never
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    backend: str = "inproc"  # inproc (local and ray: roles as processes, not in this version)
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class Settings:
+    seed: int = 0
+    run_id: str = ""  # "" = made at the first start and stored in the run directory
+    steps: int = 100
+    model: ModelSettings = ModelSettings()
+    mesh: MeshSettings = MeshSettings()
+    engine: EngineSettings = EngineSettings()
+    serve: ServeSettings = ServeSettings()
+    tasks: TaskSettings = TaskSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    rewards: RewardSettings = RewardSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    warm_start: WarmStartSettings = WarmStartSettings()
+    learner: LearnerSettings = LearnerSettings()
+    weights: WeightSettings = WeightSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    eval: EvalSettings = EvalSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    cluster: ClusterSettings = ClusterSettings()
