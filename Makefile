@@ -1,0 +1,37 @@
+# Two commands do everything on a fresh machine: `make quickstart` and `make test`.
+# PYTHON=python3.11 forces an interpreter (its environment is .venv-python3.11); EXTRAS=dev,cuda adds extras.
+PYTHON ?=
+comma := ,
+EXTRAS ?= dev
+VENV ?= .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+PYTEST := nice $(PY) -m pytest -q
+
+.DEFAULT_GOAL := venv
+.PHONY: venv quickstart test fast lint format
+
+venv: $(STAMP)
+	@echo "ready: $(VENV); next: make quickstart, or make test"
+
+$(STAMP): setup.py pyproject.toml .ci/venv
+	@bash .ci/venv "$(VENV)" "$(EXTRAS)" "$(PYTHON)"
+	@touch $@
+
+quickstart: $(STAMP)
+	@$(PY) -m rl_jax.launch
+
+test: $(STAMP)
+	$(PYTEST) -m "not accelerator"
+
+fast: $(STAMP)
+	$(PYTEST) -m "not slow and not accelerator"
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyrefly check
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .

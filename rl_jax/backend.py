@@ -1,0 +1,57 @@
+"""What JAX must be told before it is imported: simulated CPU devices and the persistent compile cache.
+
+Owns no state: both functions write environment variables that JAX reads at its import, so launch and the tests call them
+first. Must not import jax: a config error has to be told before the 3 s that costs.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+DEVICE_FLAG = "--xla_force_host_platform_device_count"
+
+
+def default_cache_dir() -> Path:
+    """$RL_JAX_CACHE, else $XDG_CACHE_HOME/rl_jax, else ~/.cache/rl_jax."""
+    if chosen := os.environ.get("RL_JAX_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "rl_jax"
+
+
+def enable_compile_cache(directory: Path | str | None = None) -> Path:
+    """Keep every compiled program on disk (about 10x faster than compiling it again); returns the directory.
+
+    A directory chosen through JAX_COMPILATION_CACHE_DIR wins. An entry that cannot be read is compiled again by JAX.
+    """
+    chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    path = Path(chosen or directory or default_cache_dir() / "xla")
+    values = {
+        "jax_compilation_cache_dir": str(path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    for name, value in values.items():
+        os.environ[name.upper()] = str(value)
+    if jax := sys.modules.get("jax"):  # a notebook imported it already: the variables come too late
+        for name, value in values.items():
+            jax.config.update(name, value)
+    return path
+
+
+def simulate_cpu_devices(num_devices: int) -> None:
+    """Make the CPU backend show `num_devices` devices; other backends are not touched.
+
+    Raises: RuntimeError if JAX was imported before with another number.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    wanted = f"{DEVICE_FLAG}={num_devices}"
+    if wanted in flags:
+        return
+    if "jax" in sys.modules:
+        raise RuntimeError(
+            f"{num_devices} CPU devices must be asked for before jax is imported; "
+            f"set XLA_FLAGS={wanted} and start again"
+        )
+    others = [flag for flag in flags if not flag.startswith(DEVICE_FLAG)]
+    os.environ["XLA_FLAGS"] = " ".join([*others, wanted])

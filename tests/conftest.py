@@ -1,0 +1,10 @@
+"""Every test runs on XLA:CPU with 8 simulated devices and one compile cache, set before anything imports jax."""
+
+import os
+from pathlib import Path
+
+from rl_jax.backend import enable_compile_cache, simulate_cpu_devices
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+simulate_cpu_devices(8)
+enable_compile_cache(Path(__file__).resolve().parents[1] / ".cache" / "xla")
