@@ -1,0 +1,83 @@
+"""Rotary positions and the one attention function that training, prefill and decode share.
+
+Invariants: cosines and sines are computed in float32 from each token's own position (no table), and scores, softmax and
+sums are float32, so a token gets the same numbers in a [B, T] training row, a packed [1, C] chunk and a [S, 1] decode step.
+Must not: hold KV, know slots or pages, or make masks from anything but positions and segments.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# (layer, q [B, T, H, Dh], k [B, T, K, Dh], v [B, T, K, Dh]) -> [B, T, H, Dh]. q and k come rotated (and qk-normed); the
+# caller owns masks and KV storage.
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+MASKED = -1e30  # finite: an all-masked row must give exp(0), not exp(nan), before it is zeroed
+
+
+def rope_angles(
+    positions: Int[Array, "B T"], head_dim: int, theta: float
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """(cos, sin) of each token's rotation angles, float32, half = head_dim / 2.
+
+    Source: RoFormer, arXiv:2104.09864, in the half-rotation layout of Llama's published checkpoints.
+    """
+    half = head_dim // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[..., None] * frequencies  # [B, T, half]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(
+    x: Float[Array, "B T N Dh"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+) -> Float[Array, "B T N Dh"]:
+    """Rotate each head of x: dimension i pairs with i + head_dim / 2. Computed in float32, returned in x.dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [B, T, N, half]
+    cos, sin = cos[..., None, :], sin[..., None, :]  # one angle for all heads
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def attention(
+    q: Float[Array, "B Tq H Dh"],
+    k: Float[Array, "B Tk K Dh"],
+    v: Float[Array, "B Tk K Dh"],
+    mask: Bool[Array, "B Tq Tk"],
+) -> Float[Array, "B Tq H Dh"]:
+    """Grouped-query attention scaled by 1/sqrt(Dh); query head h reads kv head h // (H / K).
+
+    Scores and softmax are float32. mask is True where a query may look; a row with no True gives 0, and neither its values
+    nor its gradients are ever non-finite. Returned in q.dtype.
+    """
+    B, Tq, H, Dh = q.shape
+    K = k.shape[2]
+    grouped = q.reshape(B, Tq, K, H // K, Dh)
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    visible = mask[:, None, None]  # [B, 1, 1, Tq, Tk]
+    scores = jnp.where(visible, scores * Dh**-0.5, MASKED)
+    top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    weights = jnp.where(visible, jnp.exp(scores - top), 0.0)  # [B, K, G, Tq, Tk]
+    total = weights.sum(axis=-1)  # [B, K, G, Tq]; at least 1 where anything is visible
+    mixed = jnp.einsum(
+        "bkgts,bskd->btkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    total = jnp.where(total > 0, total, 1.0).transpose(0, 3, 1, 2)[..., None]  # [B, Tq, K, G, 1]
+    return (mixed / total).astype(q.dtype).reshape(B, Tq, H, Dh)
+
+
+def causal_segment_mask(
+    q_positions: Int[Array, "B Tq"],
+    k_positions: Int[Array, "B Tk"],
+    q_segments: Int[Array, "B Tq"],
+    k_segments: Int[Array, "B Tk"],
+) -> Bool[Array, "B Tq Tk"]:
+    """True where a query may look: same segment, and a position not after its own.
+
+    A caller's padding must have a segment that no real token has (0 in training rows, -1 in chunks). Padding then sees
+    only padding; what it computes is read by nobody.
+    """
+    same = q_segments[:, :, None] == k_segments[:, None, :]
+    return same & (q_positions[:, :, None] >= k_positions[:, None, :])

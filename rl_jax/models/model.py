@@ -1,0 +1,129 @@
+"""A model as the rest of the system sees it: pure functions of a flat dict of arrays.
+
+Owns: the mapping between an nnx module and `Params`, a plain dict from names such as "layers.0.attention.query" to arrays
+(per-layer weights, nothing stacked). That one tree is what is trained, synchronised, checkpointed and served.
+Invariants: the module is built once from abstract shapes (`nnx.eval_shape`) and split once; no call costs more than
+`nnx.merge` while tracing. A parameter's initial value depends on the key and its name only, never on order or sharding.
+A family's module has `hidden(tokens, positions, attend, remat, constrain)` and `head()`.
+Life: 1 a family's builder makes the Model from settings. 2 `init(key)` (or a checkpoint) gives Params, inside a jit whose
+out_shardings come from `logical_axes`. 3 the learner differentiates `hidden` with its attend; engines run `hidden` of cast
+Params with theirs. 4 `logits` turns hidden states into float32 logits.
+Must not: know meshes, KV storage or sampling; use nnx.jit (it costs a traversal of the module on every call).
+"""
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from rl_jax.models import layers
+from rl_jax.models.attention import Attend
+from rl_jax.settings import ModelSettings
+
+Params = dict[str, jax.Array]
+
+# (array, its logical axes) -> the array, with a sharding constraint where the caller's mesh wants one.
+Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
+
+
+def unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """The Constrain of one device: the array as it is."""
+    return x
+
+
+@dataclass(frozen=True)
+class Model:
+    settings: ModelSettings
+    vocab_size: int
+    abstract: Mapping[str, jax.ShapeDtypeStruct]  # name -> shape and param_dtype
+    logical_axes: Mapping[str, tuple[str | None, ...]]  # name -> what each dimension means
+    graphdef: Any  # of the nnx module, without arrays
+    treedef: Any  # of the module's state; its leaves are in the order of `abstract`
+    initial: Mapping[str, tuple[float, float]]  # name -> (mean, std) of the initial values
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh Params in param_dtype from one key; jit it with out_shardings to make them where they live."""
+
+        def draw(name: str) -> jax.Array:
+            shape, dtype = self.abstract[name].shape, self.abstract[name].dtype
+            mean, std = self.initial[name]
+            if std == 0.0:
+                return jnp.full(shape, mean, dtype)
+            name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            return (mean + std * jax.random.normal(name_key, shape, jnp.float32)).astype(dtype)
+
+        return {name: draw(name) for name in self.abstract}
+
+    def cast(self, params: Mapping[str, jax.Array], dtype: Any) -> Params:
+        """Params in another dtype: a served copy is cast once, when it is made."""
+        return {name: array.astype(dtype) for name, array in params.items()}
+
+    def hidden(
+        self,
+        params: Mapping[str, jax.Array],
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        remat: bool = False,
+        constrain: Constrain = unconstrained,
+    ) -> Float[Array, "B T D"]:
+        """Final-normed hidden states in settings.dtype; logits of the token AT t + 1 come from [:, t].
+
+        attend is called once per layer, in order, and may keep the k and v it is given. With remat each layer is computed
+        again in the backward pass, so attend must then be pure. constrain sees activations with logical axes
+        ("batch", "length", None).
+        """
+        return self._module(params).hidden(tokens, positions, attend, remat, constrain)
+
+    def head(self, params: Mapping[str, jax.Array]) -> Float[Array, "D V"]:
+        """The output projection in settings.dtype: its own weight, or the transposed embedding where they are tied."""
+        return self._module(params).head()
+
+    def logits(
+        self, params: Mapping[str, jax.Array], hidden: Float[Array, "... D"]
+    ) -> Float[Array, "... V"]:
+        """float32 logits, accumulated in float32. Holds [..., V]: take few positions at a time."""
+        return jnp.einsum(
+            "...d,dv->...v", hidden, self.head(params), preferred_element_type=jnp.float32
+        )
+
+    def _module(self, params: Mapping[str, jax.Array]) -> Any:
+        missing = [name for name in self.abstract if name not in params]
+        if missing:
+            raise ValueError(
+                f"params lack {len(missing)} of {len(self.abstract)} weights of this model, first {missing[0]!r}; "
+                "load a checkpoint of the same model settings"
+            )
+        leaves = [params[name] for name in self.abstract]
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+def model_from_module(
+    make: Callable[[], nnx.Module], settings: ModelSettings, vocab_size: int
+) -> Model:
+    """Build the Model of an nnx module: `make` is only traced, so no weight of it is ever allocated."""
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    flat = [
+        (".".join(str(part) for part in path), variable)
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    leaves, treedef = jax.tree.flatten(state)
+    shapes = {name: leaf for (name, _), leaf in zip(flat, leaves, strict=True)}
+    for name, variable in flat:
+        axes = variable.get_metadata()[layers.LOGICAL_AXES]
+        assert shapes[name].ndim == len(axes), f"{name}: {shapes[name].shape} against {axes}"
+    metadata = {name: variable.get_metadata() for name, variable in flat}
+    return Model(
+        settings=settings,
+        vocab_size=vocab_size,
+        abstract={n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in shapes.items()},
+        logical_axes={n: m[layers.LOGICAL_AXES] for n, m in metadata.items()},
+        graphdef=graphdef,
+        treedef=treedef,
+        initial={n: (m[layers.INIT_MEAN], m[layers.INIT_STD]) for n, m in metadata.items()},
+    )

@@ -1,0 +1,27 @@
+"""The model of the tests: two layers, 32 wide, a few thousand weights; every optional part can be switched on."""
+
+from dataclasses import replace
+
+import jax
+
+from rl_jax.models.decoder import build_model
+from rl_jax.models.model import Model, Params
+from rl_jax.settings import ModelSettings
+
+TINY = ModelSettings(
+    num_layers=2, embed_size=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=64
+)
+TINY_VOCAB = 264  # the byte tokenizer's: 8 specials and 256 bytes
+
+
+def tiny_settings(**changes: object) -> ModelSettings:
+    """TINY with some fields changed."""
+    return replace(TINY, **changes)
+
+
+def tiny_model(
+    seed: int = 0, vocab_size: int = TINY_VOCAB, **changes: object
+) -> tuple[Model, Params]:
+    """A tiny model and fresh params on the default device; a fixture may keep both for a whole session."""
+    model = build_model(tiny_settings(**changes), vocab_size)
+    return model, jax.jit(model.init)(jax.random.key(seed))
