@@ -1,0 +1,273 @@
+"""The episode ledger: one JSON line for every state that an attempt at an episode enters, and the law that none is lost.
+
+Owns: ledger.jsonl of a run (sole writer) and the current state of every attempt (uid, attempt).
+Invariants: only the transitions of NEXT happen; E1 issued = in flight + trained + dropped + errored + cancelled +
+evaluated + void, by attempt; E3 a uid is TRAINED at most once over the surviving history; every lost attempt has a reason.
+Life of an attempt:
+1. ISSUED when the scheduler starts it, RUNNING when its environment was reset.
+2. COMPLETED or TRUNCATED after scoring, with the trajectory's sha256; or ERRORED or CANCELLED, both final.
+3. TRAINED (with the step, after the learner's step returned), DROPPED or EVALUATED: final.
+4. A resume from step s appends VOID: what was TRAINED after s, and every attempt that had not ended, counts as void; the
+   episode is issued again as the next attempt.
+Opening an existing file replays it; a torn last line (the process died while writing) was never acknowledged and is cut.
+`flush` makes all earlier records durable; the buffer flushes before it hands a batch on, the driver before the next step.
+Thread-safe: the rollout's thread and the driver's both write. fsync happens outside the lock, so no writer waits for a disk.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+LOG = logging.getLogger(__name__)
+
+# state -> states that may follow; () = terminal.
+NEXT: Mapping[str | None, tuple[str, ...]] = {
+    None: ("ISSUED",),
+    "ISSUED": ("RUNNING", "ERRORED", "CANCELLED"),
+    "RUNNING": ("COMPLETED", "TRUNCATED", "ERRORED", "CANCELLED"),
+    "COMPLETED": ("TRAINED", "DROPPED", "EVALUATED"),
+    "TRUNCATED": ("TRAINED", "DROPPED", "EVALUATED"),
+    "TRAINED": (),
+    "DROPPED": (),
+    "EVALUATED": (),
+    "ERRORED": (),
+    "CANCELLED": (),
+}
+STATES = tuple(s for s in NEXT if s is not None) + ("VOID",)
+NEEDS_REASON = ("DROPPED", "ERRORED", "CANCELLED")
+
+
+class LedgerError(RuntimeError):
+    """An illegal transition, a broken conservation law or an unreadable ledger file."""
+
+
+@dataclass(frozen=True)
+class EpisodeRef:
+    """Names one attempt at an episode."""
+
+    uid: str
+    attempt: int
+    group: str
+    epoch: int
+    index: int
+    sample: int
+    tag: str
+
+
+@dataclass(frozen=True)
+class EpisodeFacts:
+    """What a record says of the tokens; later records of the attempt repeat it."""
+
+    start_version: int = 0
+    versions: tuple[int, ...] = ()  # distinct versions of the sampled tokens, ascending
+    num_tokens: int = 0  # sampled
+    sha256: str = ""  # of the trajectory; "" until it is closed
+
+
+@dataclass
+class _Entry:
+    """An attempt that has not ended."""
+
+    ref: EpisodeRef
+    state: str
+    facts: EpisodeFacts = field(default_factory=EpisodeFacts)
+
+
+class Ledger:
+    """Sole writer of `path`. Raises LedgerError where a caller would break a law, before anything is written."""
+
+    def __init__(self, path: str | Path, run_id: str):
+        self.path, self.run_id = Path(path), run_id
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, int], _Entry] = {}
+        self._attempts: dict[str, int] = {}  # uid -> newest attempt
+        self._trained: dict[str, int] = {}  # uid -> step
+        self._counts: Counter[str] = Counter()  # attempts by current state
+        self._issued = 0
+        self._seq = 0
+        self._replay()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "a", encoding="ascii")  # noqa: SIM115 closed by close()
+
+    @property
+    def seq(self) -> int:
+        """Number of the next record."""
+        return self._seq
+
+    def write(
+        self,
+        ref: EpisodeRef,
+        state: str,
+        reason: str | None = None,
+        step: int | None = None,
+        facts: EpisodeFacts | None = None,
+    ) -> None:
+        """Move one attempt to `state`.
+
+        Args:    reason: needed by DROPPED, ERRORED and CANCELLED.  step: needed by TRAINED.
+                 facts: None = as in the attempt's earlier record.
+        Raises:  LedgerError on an illegal transition, a missing reason, or a uid that is TRAINED already.
+        """
+        with self._lock:
+            entry = self._apply(ref, state, reason, step, facts)
+            record = {
+                "seq": self._seq,
+                "t_mono_s": round(time.monotonic(), 6),
+                **asdict(ref),
+                "state": state,
+                "reason": reason,
+                "step": step,
+                **asdict(entry.facts),
+            }
+            self._append(record)
+
+    def void(self, step: int) -> int:
+        """Resume from `step`: what was TRAINED later and what had not ended is void. Returns how many attempts."""
+        with self._lock:
+            num = self._apply_void(step)
+            self._append({"state": "VOID", "step": step, "seq": self._seq})
+            return num
+
+    def counts(self) -> dict[str, int]:
+        """Attempts by the state they are in now; every state of STATES is a key."""
+        with self._lock:
+            return {state: self._counts[state] for state in STATES}
+
+    def check(self, in_flight: int) -> None:
+        """Conservation law E1. Args: in_flight: attempts the caller holds, counted without this ledger.
+
+        Raises: LedgerError with the numbers.
+        """
+        with self._lock:
+            ended = sum(n for state, n in self._counts.items() if not NEXT.get(state, ()))
+            if len(self._open) == in_flight and self._issued == in_flight + ended:
+                return
+            oldest = ", ".join(
+                f"{e.ref.uid}#{e.ref.attempt} {e.state}" for e in list(self._open.values())[:3]
+            )
+            counts = ", ".join(f"{state} {n}" for state, n in sorted(self._counts.items()) if n)
+            raise LedgerError(
+                f"{self.path}: {self._issued} attempts issued, {ended} ended and {len(self._open)} open, but the rollout"
+                f" holds {in_flight}; by state: {counts}; oldest open: {oldest or 'none'}. An episode was lost or"
+                " counted twice: keep the run directory and report it"
+            )
+
+    def next_attempt(self, uid: str) -> int:
+        """0 for an episode that was never issued; also counts attempts of the processes before a resume."""
+        with self._lock:
+            return self._attempts.get(uid, -1) + 1
+
+    def sha256(self, uid: str, attempt: int) -> str:
+        """As written with the attempt's COMPLETED or TRUNCATED record; "" if it is not open or not closed yet."""
+        with self._lock:
+            entry = self._open.get((uid, attempt))
+            return entry.facts.sha256 if entry else ""
+
+    def flush(self) -> None:
+        """All records written so far are on disk when this returns. Raises OSError (a full disk stops the run)."""
+        with self._lock:
+            if self._file.closed:
+                return
+            self._file.flush()
+            descriptor = os.dup(self._file.fileno())
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        self.flush()
+        with self._lock:
+            self._file.close()
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
+        self._seq += 1
+
+    def _apply(self, ref, state, reason, step, facts) -> _Entry:
+        """Check the transition, then change the counts. Nothing changes if it raises."""
+        key = (ref.uid, ref.attempt)
+        entry = self._open.get(key)
+        now = entry.state if entry else None
+        name = f"{ref.uid}#{ref.attempt}"
+        if state not in NEXT[now]:
+            raise LedgerError(
+                f"{name}: {now} -> {state} is not a transition; from {now} only {NEXT[now]} are"
+            )
+        if now is None and ref.attempt <= self._attempts.get(ref.uid, -1):
+            raise LedgerError(
+                f"{name}: issued twice; the next attempt is {self._attempts[ref.uid] + 1}"
+            )
+        if state in NEEDS_REASON and not reason:
+            raise LedgerError(f"{name}: {state} needs a reason")
+        if state == "TRAINED":
+            if step is None:
+                raise LedgerError(f"{name}: TRAINED needs the step")
+            if ref.uid in self._trained:
+                raise LedgerError(
+                    f"{name}: TRAINED at step {step}, but already at step {self._trained[ref.uid]}"
+                )
+            self._trained[ref.uid] = step
+        if entry is None:
+            entry = self._open[key] = _Entry(ref, state)
+            self._attempts[ref.uid] = ref.attempt
+            self._issued += 1
+        else:
+            self._counts[entry.state] -= 1
+        entry.state = state
+        if facts is not None:
+            entry.facts = facts
+        self._counts[state] += 1
+        if not NEXT[state]:
+            del self._open[key]
+        return entry
+
+    def _apply_void(self, step: int) -> int:
+        late = [uid for uid, at in self._trained.items() if at > step]
+        for uid in late:
+            del self._trained[uid]
+        for entry in self._open.values():
+            self._counts[entry.state] -= 1
+        num = len(late) + len(self._open)
+        self._counts["TRAINED"] -= len(late)
+        self._counts["VOID"] += num
+        self._open.clear()
+        return num
+
+    def _replay(self) -> None:
+        if not self.path.exists():
+            return
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            LOG.warning("%s: cut a torn last line of %d bytes", self.path, len(data) - whole)
+            os.truncate(self.path, whole)
+        for number, line in enumerate(data[:whole].splitlines(), 1):
+            try:
+                self._replay_record(json.loads(line))
+            except (ValueError, KeyError, TypeError, LedgerError) as error:
+                raise LedgerError(
+                    f"{self.path}: line {number} is not a legal record ({error}); restore the file from a backup or"
+                    " start in another run directory"
+                ) from error
+
+    def _replay_record(self, record: Mapping[str, Any]) -> None:
+        self._seq = record["seq"] + 1
+        if record["state"] == "VOID":
+            self._apply_void(record["step"])
+            return
+        ref = EpisodeRef(*(record[name] for name in EpisodeRef.__dataclass_fields__))
+        facts = EpisodeFacts(
+            record["start_version"],
+            tuple(record["versions"]),
+            record["num_tokens"],
+            record["sha256"],
+        )
+        self._apply(ref, record["state"], record["reason"], record["step"], facts)
