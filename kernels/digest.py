@@ -1,0 +1,185 @@
+"""Digest of parameters: two uint32 each, equal in every sharding, computed where the parameters lie.
+
+For a parameter of n elements, with i its global row-major index and bits_i the element's bit pattern as an unsigned
+integer: a = sum(bits_i * (2i + 1)), b = sum((bits_i ^ (bits_i >> 7)) * (2i + 1)), both mod 2^32. Odd weights make every
+single changed bit visible and tell permuted elements apart; integer sums mod 2^32 are exact in any order, so any
+sharding, mesh and backend gives the same two numbers.
+
+Life of a digest: 1 `start` picks the one mesh all parameters lie on; 2 one compiled program, without collectives, gives
+each device's partial sums over its own shards (about one read of the weights); 3 `result` fetches u32[devices, N, 2],
+compares the devices that hold the same shard, and adds one of each up. Step 3 makes a corrupt *replica* visible,
+which a digest of the logical array would not.
+
+Must not: gather a parameter, or hold one in another dtype.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes an element
+
+
+class ReplicasDiffer(ValueError):
+    """Devices that hold the same shard of one parameter hold different bits. `name`: that parameter."""
+
+    def __init__(self, name: str, devices: tuple[str, str]):
+        super().__init__(
+            f"parameter {name}: {devices[0]} and {devices[1]} hold the same shard with different bits"
+        )
+        self.name, self.devices = name, devices
+
+
+@dataclass(frozen=True)
+class PendingDigest:
+    """Partial sums under way on the devices; `result` waits for them."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    shardings: tuple[NamedSharding, ...]
+    partials: jax.Array  # u32[devices, N, 2], devices in the mesh's flat order
+
+    def result(self) -> dict[str, np.ndarray]:
+        """name -> u32[2]. Raises: ReplicasDiffer."""
+        partials = np.asarray(self.partials)
+        out = {}
+        for n, name in enumerate(self.names):
+            owner = _first_holders(self.shardings[n], self.shapes[n])
+            differs = (partials[:, n] != partials[owner, n]).any(axis=1)
+            if differs.any():
+                device = int(np.argmax(differs))
+                devices = self.shardings[n].mesh.devices.flat
+                raise ReplicasDiffer(name, (str(devices[int(owner[device])]), str(devices[device])))
+            out[name] = partials[np.unique(owner), n].sum(axis=0, dtype=np.uint32)
+        return out
+
+
+def digest_arrays(params: Mapping[str, jax.Array], dtype=None) -> dict[str, np.ndarray]:
+    """Digest of each parameter: name -> u32[2] on the host. See `start`."""
+    return start(params, dtype).result()
+
+
+def start(params: Mapping[str, jax.Array], dtype=None) -> PendingDigest:
+    """Dispatches the partial sums and returns at once.
+
+    Args:    params: arrays on one mesh (or all on one device), any sharding. dtype: floating parameters are digested as
+             if cast to it first (the bits a server gets), without a cast copy in memory.
+    Raises:  ValueError if the parameters lie on different meshes or an element has 8 bytes.
+    """
+    names = tuple(params)
+    arrays = tuple(params[n] for n in names)
+    shardings = _on_one_mesh(names, arrays)
+    program = _program(
+        shardings[0].mesh if shardings else None, tuple(s.spec for s in shardings), _name(dtype)
+    )
+    partials = program(arrays) if arrays else jnp.zeros((1, 0, 2), jnp.uint32)
+    return PendingDigest(names, tuple(x.shape for x in arrays), shardings, partials)
+
+
+def partial_digest(x: jax.Array, base, strides: tuple[int, ...]) -> jax.Array:
+    """u32[2] of a block of a parameter; jit-compatible.
+
+    Args:    x: the block. base: u32[], global index of its first element. strides: the whole parameter's, in elements.
+    """
+    if x.size == 0:
+        return jnp.zeros(
+            2, jnp.uint32
+        )  # jaxlib 0.11.2 for CPU crashes while compiling a sum over nothing
+    bits = _bits(x)
+    index = jnp.asarray(base, jnp.uint32)
+    for dim, stride in enumerate(strides):
+        index = index + lax.broadcasted_iota(jnp.uint32, x.shape, dim) * np.uint32(stride % 2**32)
+    weight = index * np.uint32(2) + np.uint32(1)
+    first = jnp.sum(bits * weight, dtype=jnp.uint32)
+    second = jnp.sum((bits ^ (bits >> np.uint32(7))) * weight, dtype=jnp.uint32)
+    return jnp.stack([first, second])
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides in elements."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """The elements' bit patterns as u32, same shape."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    if x.dtype.itemsize not in _BITS:
+        raise ValueError(
+            f"digest of dtype {x.dtype}: elements of {x.dtype.itemsize} bytes are not supported; use 1, 2 or 4"
+        )
+    return lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize]).astype(jnp.uint32)
+
+
+@lru_cache(maxsize=256)
+def _program(mesh: Mesh | None, specs: tuple[PartitionSpec, ...], dtype: str | None):
+    """jitted: arrays -> u32[devices, N, 2]. Cached so that a digest compiles once a layout."""
+
+    def block(local, strides):
+        parts = []
+        for x, spec, stride in zip(local, specs, strides, strict=True):
+            if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating):
+                x = x.astype(dtype)
+            parts.append(partial_digest(x, _base(x.shape, spec, stride), stride))
+        return jnp.stack(parts)[None]  # [1, N, 2]: this device's row
+
+    @jax.jit
+    def partials(arrays):
+        strides = tuple(strides_of(x.shape) for x in arrays)
+        return jax.shard_map(
+            partial(block, strides=strides),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=PartitionSpec(mesh.axis_names),
+            check_vma=False,
+        )(arrays)
+
+    return partials
+
+
+def _base(local_shape, spec: PartitionSpec, strides) -> jax.Array:
+    """u32[]: global index of this device's first element."""
+    base = jnp.uint32(0)
+    for dim, axes in enumerate(spec):
+        if axes is not None and axes != ():
+            start = lax.axis_index(axes).astype(jnp.uint32) * np.uint32(local_shape[dim])
+            base = base + start * np.uint32(strides[dim] % 2**32)
+    return base
+
+
+@lru_cache(maxsize=65_536)
+def _first_holders(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
+    """i64[devices]: for each device (flat mesh order) the first device that holds the same shard."""
+    boxes = sharding.devices_indices_map(shape)
+    first: dict = {}
+    owner = []
+    for position, device in enumerate(sharding.mesh.devices.flat):
+        key = tuple((s.start, s.stop) for s in boxes[device])
+        owner.append(first.setdefault(key, position))
+    return np.array(owner)
+
+
+def _on_one_mesh(names, arrays) -> tuple[NamedSharding, ...]:
+    """The arrays' shardings as NamedShardings on one mesh."""
+    devices = {d for x in arrays for d in x.sharding.device_set}
+    if len(devices) == 1:
+        mesh = Mesh(np.array(list(devices)), ("device",))
+        return tuple(NamedSharding(mesh, PartitionSpec()) for _ in arrays)
+    for name, x in zip(names, arrays, strict=True):
+        if not isinstance(x.sharding, NamedSharding) or x.sharding.mesh != arrays[0].sharding.mesh:
+            raise ValueError(
+                f"digest: parameter {name} lies on {x.sharding}, parameter {names[0]} on {arrays[0].sharding}; "
+                "all must lie on one mesh"
+            )
+    return tuple(x.sharding for x in arrays)
+
+
+def _name(dtype) -> str | None:
+    return None if dtype is None else jnp.dtype(dtype).name
