@@ -23,7 +23,6 @@ from rl_jax.settings import (
     PoolSettings,
 )
 
-
 MAX_DEVICES = 1 << 16  # a larger count is a slip; check refuses it without a list that long
 
 
