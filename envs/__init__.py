@@ -1,0 +1,51 @@
+"""ENVS: the environments by name. Importing it imports none of them.
+
+An environment is one file here: a class with the Environment protocol of rl_jax.types, plain blocking
+Python. It runs in a worker process that is bounded and killable, so it may block, raise and print. It
+imports rl_jax.types and its own libraries, nothing else of rl_jax.
+
+    class MyEnv:
+        splits = ("train", "eval")      # the splits tasks() knows; optional, this is the default
+        @classmethod
+        def tasks(cls, cfg, split): ... # len() and [i], deterministic; held-out splits are disjoint
+        def reset(self, task, seed): ...
+        def step(self, action): ...
+        def close(self): ...
+        def script(self, rng, skill): ...   # optional: the text of the next scripted action
+
+The policy's first context is task.messages followed by the messages of reset(); the messages of a result with
+done=True are not rendered. Task.env, tag and reward are filled in by the worker from the task source, and Task.id
+is prefixed with the tag. All an episode needs lies in its Task, as JSON: an instance is made without arguments.
+
+Rewards: a finite float from every step(); 0.0 says "no reward". None or NaN from any step makes an episode whose
+reward is "env" unscored, and what is unscored is never trained. reset() gives no reward.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+# name -> "module:attribute"; any other name is taken as "package.module:attribute" itself.
+ENVS: dict[str, str] = {
+    "frozen_lake": "envs.frozen_lake:FrozenLake",
+    "reasoning_gym": "envs.reasoning_gym:ReasoningGym",
+}
+
+C = TypeVar("C")
+
+
+def read_config(cls: type[C], cfg: Mapping[str, Any]) -> C:
+    """An environment's frozen config dataclass from its task source's config.
+
+    Raises: ValueError naming every unknown key, with the nearest names.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
+    unknown = []
+    for key in cfg:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1) or names
+            unknown.append(f"{key!r} (use {', '.join(near)})")
+    if unknown:
+        raise ValueError(f"unknown config keys of {cls.__qualname__}: {'; '.join(unknown)}")
+    return cls(**cfg)

@@ -1,0 +1,219 @@
+"""FrozenLake as text: walk from the start to the goal over frozen cells and fall into no hole.
+
+Several turns, short actions, a context that grows by one grid a turn: prefill-heavy. The rules are gymnasium's
+FrozenLake-v1; the maps, the text and the parsing of moves are ours.
+
+What the policy sees: the grid, rows joined by newlines, its own cell marked "P" (S start, F frozen, H hole,
+G goal); before the first grid, in the same message, `instructions` if there are any. What it says: a text whose
+first letter out of L, D, R, U (either case) is the move. A text without one is an invalid move: it costs a turn,
+changes nothing and is counted in info["invalid_moves"]. Reward 1.0 on the goal, else 0.0; the episode ends on the
+goal, in a hole, or by the task's max_turns.
+
+Maps come from one seeded sequence of distinct solvable maps whose shortest path fits into max_turns. Splits:
+    train   the first num_maps
+    eval    the same maps again, as eval_episodes tasks
+    unseen  the next num_maps, disjoint from the training maps by content, as eval_episodes tasks
+
+Must not: keep anything between episodes.
+"""
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
+from envs import read_config
+from rl_jax.types import Action, Message, StepResult, Task
+
+MOVES = "LDRU"  # index = gymnasium's action
+STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) of each move
+MAX_TRIES = 1000  # random maps per wanted map before the settings are called impossible
+
+INSTRUCTIONS = (
+    "You are P on a frozen lake. Reach the goal G and avoid the holes H; F is safe ice and S the start. "
+    "Answer with one letter: L (left), D (down), R (right) or U (up)."
+)
+
+
+@dataclass(frozen=True)
+class FrozenLakeConfig:
+    num_maps: int = 16  # training maps, and as many unseen ones
+    map_size: int = 4  # rows = columns, at least 2
+    map_seed: int = 0
+    frozen_share: float = 0.8  # chance that a cell is no hole, in (0, 1]
+    max_turns: int = 10
+    is_slippery: bool = False  # a move then goes astray two times out of three
+    eval_episodes: int = 64  # tasks of the splits eval and unseen
+    instructions: str = INSTRUCTIONS  # "" = the grid alone
+
+    def __post_init__(self):
+        if self.num_maps < 1 or self.map_size < 2 or self.eval_episodes < 1:
+            raise ValueError(
+                f"frozen_lake: num_maps={self.num_maps} and eval_episodes={self.eval_episodes} must be at least 1 and "
+                f"map_size={self.map_size} at least 2"
+            )
+        if self.max_turns < 2 * (self.map_size - 1):
+            raise ValueError(
+                f"frozen_lake: max_turns={self.max_turns} is too short for map_size={self.map_size}; the goal is at "
+                f"least {2 * (self.map_size - 1)} moves away"
+            )
+        if not 0 < self.frozen_share <= 1:
+            raise ValueError(
+                f"frozen_lake: frozen_share={self.frozen_share} must be above 0 and at most 1"
+            )
+
+
+class FrozenLake:
+    """One live episode on one map."""
+
+    splits = ("train", "eval", "unseen")
+
+    def __init__(self):
+        self._env: gymnasium.Env | None = None
+        self._invalid_moves = 0
+        self._is_solving: bool | None = None  # whether this episode's script is the solution
+
+    @classmethod
+    def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
+        """Raises ValueError: unknown key or split, or settings that allow too few distinct maps."""
+        config = read_config(FrozenLakeConfig, cfg)
+        if split not in cls.splits:
+            raise ValueError(
+                f"frozen_lake has no split {split!r}; use one of {', '.join(cls.splits)}"
+            )
+        maps = _maps(config, 2 * config.num_maps if split == "unseen" else config.num_maps)
+        maps = maps[config.num_maps :] if split == "unseen" else maps
+        count = config.num_maps if split == "train" else config.eval_episodes
+        return [_task(config, split, i, maps[i % len(maps)]) for i in range(count)]
+
+    def reset(self, task: Task, seed: int) -> StepResult:
+        """The first grid. `seed` decides where a slippery move goes."""
+        payload = task.payload
+        self._env = gymnasium.make(
+            "FrozenLake-v1",
+            desc=list(payload["map"]),
+            is_slippery=payload["is_slippery"],
+            max_episode_steps=-1,  # the task's max_turns is the limit
+            disable_env_checker=True,
+        )
+        self._env.reset(seed=seed % 2**31)
+        self._invalid_moves, self._is_solving = 0, None
+        grid = self._grid()
+        intro = payload["instructions"]
+        first = Message("user", f"{intro}\n\n{grid}" if intro else grid)
+        return StepResult((first,), state_key=_key(grid))
+
+    def step(self, action: Action) -> StepResult:
+        """One move. The last result of an episode (done) has no message: nobody reads it."""
+        move = parse_move(action.text)
+        reward, done = 0.0, False
+        if move is None:
+            self._invalid_moves += 1
+        else:
+            _, reward, terminated, truncated, _ = self._env.step(move)
+            reward, done = float(reward), bool(terminated or truncated)
+        info = {"invalid_moves": float(self._invalid_moves), "success": float(reward == 1.0)}
+        if done:
+            return StepResult((), reward, True, info=info)
+        grid = self._grid()
+        return StepResult((Message("user", grid),), reward, state_key=_key(grid), info=info)
+
+    def close(self) -> None:
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def script(self, rng: random.Random, skill: float) -> str:
+        """The next move of the shortest way from here, in a share `skill` of all episodes; else a random move."""
+        if self._is_solving is None:
+            self._is_solving = rng.random() < skill
+        if not self._is_solving:
+            return rng.choice(MOVES)
+        rows = _rows(self._env)
+        way = shortest_way(rows, divmod(int(self._env.unwrapped.s), len(rows[0])))
+        # A slippery lake may carry the player where no way leads on.
+        return way[0] if way else rng.choice(MOVES)
+
+    def _grid(self) -> str:
+        rows = _rows(self._env)
+        row, column = divmod(int(self._env.unwrapped.s), len(rows[0]))
+        rows[row] = rows[row][:column] + "P" + rows[row][column + 1 :]
+        return "\n".join(rows)
+
+
+def parse_move(text: str) -> int | None:
+    """gymnasium's action for the first of the letters L, D, R, U in the text, None without one."""
+    for letter in text.upper():
+        if letter in MOVES:
+            return MOVES.index(letter)
+    return None
+
+
+def shortest_way(rows: Sequence[str], start: tuple[int, int]) -> str | None:
+    """Moves of a shortest way from a cell to the goal over cells that are no holes; None if there is none."""
+    came_from: dict[tuple[int, int], tuple[tuple[int, int], str]] = {}
+    seen, frontier = {start}, deque([start])
+    while frontier:
+        cell = frontier.popleft()
+        if rows[cell[0]][cell[1]] == "G":
+            way = ""
+            while cell != start:
+                cell, letter = came_from[cell]
+                way = letter + way
+            return way
+        for letter, (down, right) in zip(MOVES, STEPS):
+            row, column = cell[0] + down, cell[1] + right
+            inside = 0 <= row < len(rows) and 0 <= column < len(rows[0])
+            if inside and (row, column) not in seen and rows[row][column] != "H":
+                seen.add((row, column))
+                came_from[row, column] = (cell, letter)
+                frontier.append((row, column))
+    return None
+
+
+def _maps(config: FrozenLakeConfig, count: int) -> list[tuple[str, ...]]:
+    """The first `count` distinct maps of the sequence whose goal can be reached within max_turns."""
+    maps: list[tuple[str, ...]] = []
+    seen = set()
+    for seed in range(config.map_seed, config.map_seed + MAX_TRIES * count):
+        rows = tuple(generate_random_map(config.map_size, config.frozen_share, seed))
+        if rows in seen or len(shortest_way(rows, (0, 0)) or "") > config.max_turns:
+            continue
+        seen.add(rows)
+        maps.append(rows)
+        if len(maps) == count:
+            return maps
+    raise ValueError(
+        f"frozen_lake: only {len(maps)} distinct maps of {count} found for map_size={config.map_size}, "
+        f"frozen_share={config.frozen_share}, max_turns={config.max_turns}; lower num_maps or change these"
+    )
+
+
+def _task(config: FrozenLakeConfig, split: str, i: int, rows: tuple[str, ...]) -> Task:
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()[:8]
+    return Task(
+        id=f"{split}/{i}-{digest}",
+        env="frozen_lake",
+        tag="frozen_lake",
+        messages=(),
+        payload={
+            "map": list(rows),
+            "is_slippery": config.is_slippery,
+            "instructions": config.instructions,
+        },
+        reward="env",
+        max_turns=config.max_turns,
+    )
+
+
+def _rows(env: gymnasium.Env) -> list[str]:
+    return [b"".join(row).decode() for row in env.unwrapped.desc]
+
+
+def _key(grid: str) -> str:
+    return hashlib.sha256(grid.encode()).hexdigest()[:16]

@@ -1,0 +1,258 @@
+"""Any dataset of reasoning-gym by name: one question, one answer, the dataset's own score. Decode-heavy.
+
+Splits are disjoint by question text: `eval` is the first eval_size distinct questions of a stream of its own seed, and
+`train` is indices 0..size-1 of the stream of `seed` without the questions of `eval`. Another seed alone does not
+separate them: most datasets make item i from seed + i, so the streams of neighbouring seeds are one stream, shifted.
+
+A Task holds where its item comes from (dataset, config, seed, index), and reset() makes the item again: metadata of
+any type reaches the dataset's scorer as the dataset made it.
+
+Reward is dataset.score_answer, in 0..1; many datasets give part of it to an answer that contains the right one.
+Scorers of some datasets parse the answer with sympy, which evaluates it: that happens in the worker process only.
+
+Must not: be imported by the driver (reasoning_gym takes seconds to import).
+"""
+
+import functools
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import reasoning_gym
+
+from envs import read_config
+from rl_jax.types import Action, Message, StepResult, Task
+
+# The part of a question that differs between items, for `bare`; group 1. For other datasets set question_pattern.
+BARE_PATTERNS: dict[str, str] = {
+    "chain_sum": r"problem: (.*)",
+    "gcd": r"numbers: (.*?)\.",
+    "products": r"multiplication: (.*?)\.",
+    "spell_backward": r"\): (.*)",
+}
+EVAL_SEED_STEP = (
+    1_000_003  # seed of eval = seed + this: beyond any size, so that shifted streams do not meet
+)
+EVAL_TRIES = 20  # items drawn per wanted evaluation question before the dataset is called too small
+
+
+@dataclass(frozen=True)
+class ReasoningGymConfig:
+    dataset: str = "chain_sum"  # a name of reasoning_gym's datasets
+    dataset_config: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # keyword arguments of that dataset
+    size: int = 500  # training items before those of eval are left out
+    eval_size: int = 64  # distinct evaluation questions
+    seed: int = 0
+    bare: bool = False  # the question without its fixed sentences, for models that read characters
+    question_pattern: str = (
+        ""  # regular expression whose group 1 is the bare question; "" = BARE_PATTERNS
+    )
+    prompt: str = "{question}"  # the user message
+    answer_pattern: str = (
+        ""  # regular expression; the last match's group 1 is the answer; "" = the stripped text
+    )
+
+    def __post_init__(self):
+        if self.size < 1 or self.eval_size < 1:
+            raise ValueError(
+                f"reasoning_gym: size={self.size} and eval_size={self.eval_size} must be at least 1"
+            )
+        if "{question}" not in self.prompt:
+            raise ValueError(f"reasoning_gym: prompt={self.prompt!r} must hold {{question}}")
+        for key in ("question_pattern", "answer_pattern"):
+            pattern = getattr(self, key)
+            if pattern and re.compile(pattern).groups < 1:
+                raise ValueError(f"reasoning_gym: {key}={pattern!r} must have a group")
+        if self.bare and not self.bare_pattern:
+            raise ValueError(
+                f"reasoning_gym: bare has no pattern for dataset={self.dataset!r} (only for "
+                f"{', '.join(sorted(BARE_PATTERNS))}); set question_pattern"
+            )
+
+    @property
+    def bare_pattern(self) -> str:
+        return self.question_pattern or BARE_PATTERNS.get(self.dataset, "")
+
+
+class ReasoningGym:
+    """One question; the episode ends with the first answer."""
+
+    splits = ("train", "eval")
+
+    def __init__(self):
+        self._task: Task | None = None
+        self._is_solving: bool | None = None
+
+    @classmethod
+    def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
+        """Raises ValueError: unknown key, dataset or split, or a dataset with too few distinct questions."""
+        config = read_config(ReasoningGymConfig, cfg)
+        if split not in cls.splits:
+            raise ValueError(
+                f"reasoning_gym has no split {split!r}; use one of {', '.join(cls.splits)}"
+            )
+        held_out = _eval_items(config)
+        if split == "eval":
+            return [_make_task(config, split, *found) for found in held_out.values()]
+        dataset = _dataset(config.dataset, _freeze(config.dataset_config), config.seed)
+        items = ((i, dataset[i]) for i in range(config.size))
+        kept = [(i, item) for i, item in items if item["question"] not in held_out]
+        if not kept:
+            raise ValueError(
+                f"reasoning_gym: each of the size={config.size} training questions of {config.dataset} is one of the "
+                f"eval_size={config.eval_size} evaluation questions; lower eval_size or widen dataset_config"
+            )
+        return [_make_task(config, split, i, item) for i, item in kept]
+
+    def reset(self, task: Task, seed: int) -> StepResult:
+        """Makes the item; its question already stands in task.messages, so there is nothing to add."""
+        self._task, self._is_solving = task, None
+        return StepResult((), state_key=task.id)
+
+    def step(self, action: Action) -> StepResult:
+        """Scores the answer; the episode is done."""
+        payload = self._task.payload
+        dataset, item = _item(payload)
+        answer = extract_answer(action.text, payload["answer_pattern"])
+        score = dataset.score_answer(answer=answer, entry=item)
+        info = {"success": float(score == 1.0), "no_answer": float(answer is None)}
+        return StepResult((), score, True, info=info)
+
+    def close(self) -> None:
+        self._task = None
+
+    def script(self, rng: random.Random, skill: float) -> str:
+        """The right answer in a share `skill` of all episodes, else a wrong one near it.
+
+        Raises: ValueError for datasets that hold no answer (they can only score one).
+        """
+        if self._is_solving is None:
+            self._is_solving = rng.random() < skill
+        payload = self._task.payload
+        dataset, item = _item(payload)
+        if item["answer"] is None:
+            raise ValueError(
+                f"dataset {payload['dataset']} holds no answers to script; set warm_start.steps=0"
+            )
+        right = str(item["answer"])
+        return (
+            right
+            if self._is_solving
+            else near_miss(right, rng, lambda i: str(dataset[i]["answer"]))
+        )
+
+
+def extract_answer(text: str, pattern: str) -> str | None:
+    """The answer in a text, None if there is none."""
+    if not pattern:
+        return text.strip() or None
+    found = list(re.finditer(pattern, text))
+    return found[-1].group(1).strip() if found else None
+
+
+def near_miss(right: str, rng: random.Random, other) -> str:
+    """A wrong answer: an integer moved by 1 to 9, else another item's answer (`other`: index -> text).
+
+    Where ten other items all have the right answer too, one character of it is left out.
+    """
+    if re.fullmatch(r"-?\d+", right):
+        return str(int(right) + rng.choice((-1, 1)) * rng.randint(1, 9))
+    for _ in range(10):
+        answer = other(rng.randrange(1000))
+        if answer != right:
+            return answer
+    cut = rng.randrange(len(right)) if right else 0
+    return right[:cut] + right[cut + 1 :]
+
+
+@functools.lru_cache(maxsize=32)
+def _dataset(name: str, frozen_config: tuple, seed: int):
+    """A dataset object; its items are made on demand, at any index."""
+    if name not in reasoning_gym.factory.DATASETS:
+        raise ValueError(
+            f"reasoning_gym has no dataset {name!r}; its datasets: {', '.join(sorted(reasoning_gym.factory.DATASETS))}"
+        )
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, **_thaw(frozen_config))
+    except (TypeError, AssertionError) as error:
+        raise ValueError(f"reasoning_gym: dataset_config of {name}: {error}") from error
+
+
+# A group's episodes ask for the same item one after the other, and some datasets take 0.1 s to make one.
+@functools.lru_cache(maxsize=512)
+def _cached_item(name: str, frozen_config: tuple, seed: int, index: int):
+    dataset = _dataset(name, frozen_config, seed)
+    return dataset, dataset[index]
+
+
+def _item(payload: Mapping[str, Any]):
+    """(dataset, item) of a task's payload."""
+    return _cached_item(
+        payload["dataset"], _freeze(payload["dataset_config"]), payload["seed"], payload["index"]
+    )
+
+
+def _eval_items(config: ReasoningGymConfig) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Question -> (index in the evaluation stream, item), of the first eval_size distinct questions."""
+    dataset = _dataset(config.dataset, _freeze(config.dataset_config), config.seed + EVAL_SEED_STEP)
+    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    for i in range(EVAL_TRIES * config.eval_size):
+        item = dataset[i]
+        found.setdefault(item["question"], (i, item))
+        if len(found) == config.eval_size:
+            return found
+    raise ValueError(
+        f"reasoning_gym: {config.dataset} has only {len(found)} distinct questions in {EVAL_TRIES * config.eval_size} "
+        f"items, fewer than eval_size={config.eval_size}; lower eval_size or widen dataset_config"
+    )
+
+
+def _make_task(config: ReasoningGymConfig, split: str, index: int, item: Mapping[str, Any]) -> Task:
+    question = item["question"]
+    if config.bare:
+        found = re.search(config.bare_pattern, question, re.DOTALL)
+        if not found:
+            raise ValueError(
+                f"reasoning_gym: question_pattern={config.bare_pattern!r} is not in the question {question[:200]!r}"
+            )
+        question = found.group(1)
+    return Task(
+        id=f"{config.dataset}/{split}/{config.seed}-{index}",
+        env="reasoning_gym",
+        tag="reasoning_gym",
+        messages=(Message("user", config.prompt.replace("{question}", question)),),
+        payload={
+            "dataset": config.dataset,
+            "dataset_config": dict(config.dataset_config),
+            "seed": config.seed if split == "train" else config.seed + EVAL_SEED_STEP,
+            "index": index,
+            "answer": None if item["answer"] is None else str(item["answer"]),
+            "answer_pattern": config.answer_pattern,
+        },
+        reward="env",
+        max_turns=1,
+    )
+
+
+def _freeze(value: Any) -> Any:
+    """A hashable form of a JSON value, for the caches."""
+    if isinstance(value, Mapping):
+        return ("map", tuple((key, _freeze(item)) for key, item in sorted(value.items())))
+    if isinstance(value, list | tuple):
+        return ("list", tuple(_freeze(item) for item in value))
+    return value
+
+
+def _thaw(value: Any) -> Any:
+    if isinstance(value, tuple):
+        kind, items = value
+        return (
+            {key: _thaw(item) for key, item in items}
+            if kind == "map"
+            else [_thaw(i) for i in items]
+        )
+    return value
