@@ -125,6 +125,7 @@ class TurnRequest:
     priority: int = 0
     min_version: int = 0
     deadline_s: float = 60.0  # seconds left when sent; each hop converts to its own monotonic clock
+    token_index: int = 0  # sampled tokens of this turn that `tokens` ends with (a resumed turn); max_new_tokens more may come
 
     @property
     def key(self) -> str:
@@ -225,13 +226,14 @@ class SlotSampling:
 class Prefix:
     """KV of the first num_tokens tokens of a context, on one server's devices (per layer k, v)."""
 
-    kv: tuple[tuple[Any, Any], ...]  # per layer (k, v), device arrays, token axis padded to a bucket
+    kv: tuple[tuple[Any, Any], ...]  # per layer (k, v), device arrays [R, tokens padded to a bucket, K, Dh]
     num_tokens: int
     version: int
     adapter: str | None
     tokens_sha: str
     spec: Any  # kernels.kv.KVSpec
     routes: np.ndarray | None = None
+    row: int = 0  # requests prefilled together share their arrays [R, tokens, ...]: this one's row, so they move as one
 
 
 @dataclass(frozen=True)
@@ -433,6 +435,8 @@ class View:
     groups: tuple[GroupView, ...]  # in flight
     buffered: int  # complete groups waiting
     oldest_unconsumed: int  # version of the oldest group issued and not consumed; version if none
+    taken: int = 0  # groups taken by a step that is not published yet: issued and not consumed
+    held: Mapping[str, int] = field(default_factory=dict)  # buffered + taken, by tag
 
 
 @dataclass(frozen=True)

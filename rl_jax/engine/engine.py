@@ -1,0 +1,351 @@
+"""JaxEngine: the compiled prefill, insert, append, generate, extract and free over (params, DecodeState).
+
+Owns: the compiled programs, the buckets that keep their number small, and the layout of params and KV on one server's mesh.
+Invariants: the state given in is donated and never touched again; shapes inside jit come from settings and buckets only;
+the result for a request does not depend on slots, neighbours or block size (programs.py says down to which bits).
+A request's life: 1 `prefill` computes the KV of context[:-1] on a scratch cache, started from a Prefix where one is given
+(or `append` does it in place, chunk by chunk). 2 `insert` copies Prefixes to slots and arms them: context, seed, budget,
+stop ids. 3 `generate` samples blocks until the device itself ends the slot. 4 the next turn's suffix, which starts with the
+last sampled token, is appended and the slot armed again. 5 `free` stops a slot; `extract` copies its KV out.
+Host arrays that are passed in may be read after the call returns (the CPU backend aliases numpy memory): callers never
+write to them again.
+Must not: know versions, sessions, threads or text; convert weights (they come in the model's dtype, in param_shardings).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.kv import KVSpec
+from rl_jax.engine import programs
+from rl_jax.engine.state import Cache, DecodeState, SlotState
+from rl_jax.mesh import named_sharding, shardings
+from rl_jax.models.model import Model
+from rl_jax.settings import EngineSettings
+from rl_jax.types import BlockTokens, Prefix, PrefillChunk, SlotSampling
+
+MIN_VISIBLE = 256  # cache positions of the smallest attention bucket; each next one is 4 times larger
+MIN_TILE, MAX_TILE = 16, 128  # queries of one attention tile: few suit short suffixes, many suit long chunks
+KEY_DATA = 2  # 32-bit words of a threefry key
+
+
+class JaxEngine:
+    """types.Engine over one Model on one mesh."""
+
+    def __init__(
+        self, model: Model, mesh: jax.sharding.Mesh, rules_serve, settings: EngineSettings, name: str
+    ):
+        """rules_serve: (logical axis, mesh axes) pairs of the server. Allocates nothing; compiles at the first calls."""
+        self.model, self.mesh, self.settings, self.name = model, mesh, settings, name
+        s = model.settings
+        self.dtype = jnp.dtype(s.dtype)
+        self.spec = KVSpec(
+            num_layers=s.num_layers,
+            num_kv_heads=s.num_kv_heads,
+            head_dim=s.head_dim,
+            page_size=settings.context,
+            num_pages=settings.slots,
+            dtype=s.dtype,
+        )
+        self.param_shardings = shardings(model.logical_axes, rules_serve, mesh)
+        self._replicated = named_sharding((), rules_serve, mesh)
+        self._cache_sharding = named_sharding(self.spec.axes, rules_serve, mesh)
+        # A scratch cache has as many rows as a chunk has requests, which no mesh axis need divide.
+        self.prefix_sharding = named_sharding((None, *self.spec.axes[1:]), rules_serve, mesh)
+        self.visible_buckets = buckets(MIN_VISIBLE, settings.context)
+        self._compile()
+
+    # --- state ------------------------------------------------------------------------------
+
+    def init_state(self) -> DecodeState:
+        """Empty slots. k and v of a layer are two arrays: one array twice cannot be donated."""
+        return self._init_state()
+
+    def zero_params(self) -> dict[str, jax.Array]:
+        """Weights of zeros in the served dtype and layout, to compile with before real ones have come."""
+        return self._zero_params()
+
+    # --- the six verbs ----------------------------------------------------------------------
+
+    def prefill(
+        self, params: Mapping[str, jax.Array], chunk: PrefillChunk, prefixes: Sequence[Prefix | None]
+    ) -> tuple[Prefix, ...]:
+        """KV of the chunk's requests, each on top of its Prefix (None = from position 0).
+
+        Returns: per request a Prefix of prefix + chunk tokens whose arrays [R, T, K, Dh] the requests share (`row` is its
+        own); version -1 and no hash: the caller knows them. Prefixes stay valid.
+        """
+        visible = self._visible(chunk)
+        kv = self._scratch(visible)
+        for source, rows in self._by_source(prefixes, np.arange(len(prefixes)), self.num_requests):
+            kv = self._insert_scratch(kv, source, rows)
+        kv = self._extend_scratch(
+            params, kv, *self._chunk_args(chunk), np.arange(self.num_requests, dtype=np.int32),
+            visible=visible, tile=tile_of(len(chunk.tokens)),
+        )  # fmt: skip
+        return tuple(
+            Prefix(kv, num_tokens, -1, None, "", self.spec, row=row)
+            for row, num_tokens in enumerate(end_positions(chunk))
+        )
+
+    def append(
+        self,
+        params: Mapping[str, jax.Array],
+        state: DecodeState,
+        slots: np.ndarray,
+        chunk: PrefillChunk,
+    ) -> DecodeState:
+        """The state with the chunk's KV written to the live slots i32[R]; request r of the chunk goes to slots[r]."""
+        rows = np.full(self.num_requests, self.settings.slots, np.int32)
+        rows[: len(slots)] = slots
+        kv = self._extend_state(
+            params, state.kv, *self._chunk_args(chunk), rows,
+            visible=self._visible(chunk), tile=tile_of(len(chunk.tokens)),
+        )  # fmt: skip
+        return replace(state, kv=kv)
+
+    def insert(
+        self,
+        state: DecodeState,
+        prefixes: Sequence[Prefix | None],
+        slots: np.ndarray,
+        sampling: SlotSampling,
+    ) -> DecodeState:
+        """Copy each Prefix (None = the slot's own KV stays) to its slot and arm the slots i32[R] for generate."""
+        kv = state.kv
+        for source, rows in self._by_source(prefixes, slots, self.settings.slots):
+            kv = self._insert_state(kv, source, rows)
+        rows, values = self._slot_values(slots, sampling)
+        return DecodeState(kv, self._arm(state.slots, rows, values))
+
+    def generate(
+        self, params: Mapping[str, jax.Array], state: DecodeState
+    ) -> tuple[DecodeState, BlockTokens]:
+        """One block of steps_per_block steps; the copy of its tokens to the host is already under way."""
+        state, made = self._generate(params, state)
+        for array in made:
+            array.copy_to_host_async()
+        return state, BlockTokens(*made)
+
+    def extract(self, state: DecodeState, slot: int) -> Prefix:
+        """A copy of the KV of one slot: context[:-1] as last armed or generated. Waits for the device."""
+        num_tokens = max(int(state.slots.context_length[slot]) - 1, 0)
+        kv = self._read_row(state.kv, np.int32(slot))
+        return Prefix(kv, num_tokens, -1, None, "", self.spec)
+
+    def free(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
+        """Stop the slots i32[R]; their KV stays readable until it is overwritten."""
+        rows = np.full(self.settings.slots, self.settings.slots, np.int32)
+        rows[: len(slots)] = slots
+        return replace(state, slots=self._disarm(state.slots, rows))
+
+    # --- compiling --------------------------------------------------------------------------
+
+    @property
+    def num_requests(self) -> int:
+        """R: requests of one chunk."""
+        return self.settings.chunk_requests
+
+    def warmup(self, params: Mapping[str, jax.Array], *, decode: bool = True) -> int:
+        """Compile what a decode (or else a prefill) server will call, so that no request waits for it.
+
+        Runs each program once on padding. Returns: the number of programs.
+        """
+        num_programs = 0
+        state = self.init_state() if decode else None
+        for size in self.settings.chunk_sizes:
+            for visible in self.visible_buckets:
+                chunk = padding_chunk(size, self.num_requests, visible)
+                if decode:
+                    state = self.append(params, state, np.zeros(0, np.int32), chunk)
+                else:
+                    prefixes = self.prefill(params, chunk, [None] * self.num_requests)
+                num_programs += 1
+        if decode:
+            none = np.zeros(0, np.int32)
+            values = empty_sampling(self.settings.num_stop_tokens)
+            for visible in self.visible_buckets:
+                prefix = Prefix(self._scratch(visible), 0, -1, None, "", self.spec)
+                dropped = np.full(1, self.settings.slots, np.int32)
+                rows = next(self._by_source([prefix], dropped, self.settings.slots))[1]
+                state = replace(state, kv=self._insert_state(state.kv, prefix.kv, rows))
+            state = self.free(self.insert(state, [], none, values), none)
+            state, made = self.generate(params, state)
+            jax.block_until_ready(made.tokens)
+            num_programs += 3 + len(self.visible_buckets)
+        else:
+            jax.block_until_ready(prefixes[0].kv)
+        return num_programs
+
+    def _compile(self) -> None:
+        model, spec, dtype = self.model, self.spec, self.dtype
+        cache, prefix, small = self._cache_sharding, self.prefix_sharding, self._replicated
+
+        def zeros(rows: int, length: int) -> Cache:
+            shape = (rows, length, *spec.shape[2:])
+            return tuple(
+                (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(spec.num_layers)
+            )
+
+        def init_state() -> DecodeState:
+            return DecodeState(zeros(*spec.shape[:2]), empty_slots(self.settings))
+
+        extend = partial(programs.extend, model)
+        static = {"static_argnames": ("visible", "tile"), "donate_argnums": (1,)}
+        state_out = DecodeState(cache, small)
+        self._init_state = jax.jit(init_state, out_shardings=state_out)
+        self._scratch = jax.jit(
+            partial(zeros, self.num_requests), static_argnums=0, out_shardings=prefix
+        )
+        self._zero_params = jax.jit(
+            lambda: {n: jnp.zeros(a.shape, dtype) for n, a in model.abstract.items()},
+            out_shardings=self.param_shardings,
+        )
+        self._extend_state = jax.jit(extend, out_shardings=cache, **static)
+        self._extend_scratch = jax.jit(extend, out_shardings=prefix, **static)
+        self._generate = jax.jit(
+            partial(programs.generate, model, steps=self.settings.steps_per_block),
+            donate_argnums=1,
+            out_shardings=(state_out, small),
+        )
+        insert = {"donate_argnums": 0}
+        self._insert_state = jax.jit(programs.insert_rows, out_shardings=cache, **insert)
+        self._insert_scratch = jax.jit(programs.insert_rows, out_shardings=prefix, **insert)
+        self._arm = jax.jit(programs.arm, donate_argnums=0, out_shardings=small)
+        self._disarm = jax.jit(programs.disarm, donate_argnums=0, out_shardings=small)
+        self._read_row = jax.jit(programs.read_row, out_shardings=prefix)
+
+    # --- host arrays ------------------------------------------------------------------------
+
+    def _visible(self, chunk: PrefillChunk) -> int:
+        highest = int(np.max(chunk.position, where=chunk.segment >= 0, initial=0))
+        for bucket in self.visible_buckets:
+            if highest < bucket:
+                return bucket
+        raise ValueError(
+            f"{self.name}: a chunk reaches position {highest} but engine.context={self.settings.context}; "
+            "refuse such prompts before they are packed"
+        )
+
+    def _chunk_args(self, chunk: PrefillChunk) -> tuple[np.ndarray, ...]:
+        if len(chunk.tokens) not in self.settings.chunk_sizes:
+            raise ValueError(
+                f"{self.name}: a chunk of {len(chunk.tokens)} tokens is none of "
+                f"engine.chunk_sizes={self.settings.chunk_sizes}; pack with engine.chunks.pack"
+            )
+        lengths = np.zeros(self.num_requests, np.int32)
+        lengths[: len(chunk.lengths)] = chunk.lengths
+        return chunk.tokens, chunk.segment, chunk.position, lengths
+
+    def _by_source(self, prefixes: Sequence[Prefix | None], slots: np.ndarray, num_rows: int):
+        """(kv, i32[rows of kv] destination or out of range) of each batch of prefixes that share their arrays."""
+        sources: dict[int, tuple[Cache, np.ndarray]] = {}
+        for prefix, slot in zip(prefixes, slots):
+            if prefix is None:
+                continue
+            if not self.spec.same_tokens(prefix.spec):
+                raise ValueError(
+                    f"{self.name}: a prefix of {prefix.spec} does not fit the cache of {self.spec}; "
+                    "prefill and decode servers must serve the same model"
+                )
+            kv, rows = sources.setdefault(
+                id(prefix.kv),
+                (prefix.kv, np.full(prefix.kv[0][0].shape[0], num_rows, np.int32)),
+            )
+            rows[prefix.row] = slot
+        yield from sources.values()
+
+    def _slot_values(
+        self, slots: np.ndarray, sampling: SlotSampling
+    ) -> tuple[np.ndarray, SlotState]:
+        """Padded to S rows, so that arming is one program."""
+        S, R = self.settings.slots, len(slots)
+        rows = np.full(S, S, np.int32)
+        rows[:R] = slots
+        seed = np.asarray(sampling.seed, np.uint64)
+        high_low = [(seed >> np.uint64(32)).astype(np.uint32), seed.astype(np.uint32)]
+        arrays = {
+            field.name: getattr(sampling, field.name)
+            for field in fields(SlotState)
+            if field.name not in ("key", "active")
+        }
+        arrays |= {"key": np.stack(high_low, axis=-1), "active": np.ones(R, bool)}
+        return rows, SlotState(**{name: _pad(value, S) for name, value in arrays.items()})
+
+
+def buckets(smallest: int, largest: int) -> tuple[int, ...]:
+    """smallest, 4 x smallest, ... below largest, then largest."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= 4
+    return (*sizes, largest)
+
+
+def tile_of(chunk_size: int) -> int:
+    """Queries of one attention tile for a chunk of this size: about 32 tiles, within bounds."""
+    return min(max(chunk_size // 32, MIN_TILE), MAX_TILE)
+
+
+def end_positions(chunk: PrefillChunk) -> list[int]:
+    """Per request of the chunk: 1 + its highest position, 0 where it has no tokens."""
+    ends = np.zeros(len(chunk.lengths), np.int64)
+    real = chunk.segment >= 0
+    np.maximum.at(ends, chunk.segment[real], chunk.position[real] + 1)
+    return ends.tolist()
+
+
+def padding_chunk(size: int, num_requests: int, visible: int) -> PrefillChunk:
+    """A chunk that writes nothing yet selects the program of `size` and `visible`: one token, of no request's row."""
+    segment = np.full(size, -1, np.int32)
+    segment[0] = 0
+    position = np.zeros(size, np.int32)
+    position[0] = visible - 1
+    lengths = np.zeros(num_requests, np.int32)
+    lengths[0] = 1
+    return PrefillChunk(np.zeros(size, np.int32), segment, position, lengths)
+
+
+def empty_slots(settings: EngineSettings) -> SlotState:
+    """Slots that were never used; built inside jit, so each field is an array of its own."""
+    S = settings.slots
+    ints = {
+        name: jnp.zeros(S, jnp.int32)
+        for name in ("last_token", "context_length", "token_index", "max_new_tokens", "top_k")
+    }
+    return SlotState(
+        **ints,
+        key=jnp.zeros((S, KEY_DATA), jnp.uint32),
+        temperature=jnp.ones(S, jnp.float32),
+        top_p=jnp.ones(S, jnp.float32),
+        stop_token_ids=jnp.full((S, settings.num_stop_tokens), -1, jnp.int32),
+        epoch=jnp.full(S, -1, jnp.int32),
+        active=jnp.zeros(S, bool),
+    )
+
+
+def empty_sampling(num_stop_tokens: int) -> SlotSampling:
+    """SlotSampling of no slots."""
+    ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return SlotSampling(
+        last_token=ints,
+        context_length=ints,
+        seed=np.zeros(0, np.uint64),
+        token_index=ints,
+        max_new_tokens=ints,
+        temperature=floats,
+        top_p=floats,
+        top_k=ints,
+        stop_token_ids=np.zeros((0, num_stop_tokens), np.int32),
+        epoch=ints,
+    )
+
+
+def _pad(values: np.ndarray, size: int) -> np.ndarray:
+    out = np.zeros((size, *np.shape(values)[1:]), np.asarray(values).dtype)
+    out[: len(values)] = values
+    return out

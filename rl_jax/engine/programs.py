@@ -1,0 +1,191 @@
+"""The traced programs of an engine, as pure functions; engine.py compiles them.
+
+`extend` serves prefill and append: packed tokens of R requests go through the model as one [1, C] row. Each layer writes
+its k, v to (row of the request, position) of the cache, then attends from tiles: the packed queries of one request are cut
+into tiles of `tile` queries, and each tile reads its own request's cache row, masked by position. Per-tile reads cost C/tile
+copies of a cache row and no work between requests.
+`generate` makes several decode steps in one dispatch, layers written out, one KV buffer per layer.
+Padding never writes: its row index is out of range and the scatter drops it (mode="drop").
+Invariants: a token's KV and logits depend on its own request only. On CPU in float32 its bits do not depend on the slot,
+on the position in the chunk or on the neighbours (tests/engine hold that); they also do not depend on the chunk's size
+while every contraction of the model is at most 256 long, beyond which XLA's matmul may block otherwise for other row counts.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from rl_jax.engine.sampling import sample
+from rl_jax.engine.state import FINISH_CODES, Cache, DecodeState, SlotState
+from rl_jax.models.attention import attention
+from rl_jax.models.model import Model
+from rl_jax.types import FinishReason
+
+
+def extend(
+    model: Model,
+    params: dict[str, jax.Array],
+    kv: Cache,
+    tokens: jax.Array,  # i32[C]
+    segment: jax.Array,  # i32[C] -1 padding
+    position: jax.Array,  # i32[C]
+    lengths: jax.Array,  # i32[R]
+    rows: jax.Array,  # i32[R] cache row of each request; out of range = no such request
+    *,
+    visible: int,  # cache positions a query may see; at least 1 + the highest position
+    tile: int,
+) -> Cache:
+    """The cache with the k, v of the packed tokens written. Tokens of one segment are contiguous and in order."""
+    num_rows, C = kv[0][0].shape[0], tokens.shape[0]
+    real = segment >= 0
+    token_row = jnp.where(real, rows[segment], num_rows)  # [C]
+    of_tile, of_token = tile_index(segment, lengths, tile)  # [N, tile], [C]
+    tile_position = position.at[of_tile].get(mode="fill", fill_value=-1)  # [N, tile]
+    tile_row = token_row.at[of_tile[:, 0]].get(mode="fill", fill_value=num_rows)  # [N]
+    mask = jnp.arange(visible) <= tile_position[:, :, None]  # [N, tile, visible]
+    new_kv = list(kv)
+
+    def attend(layer, q, k, v):
+        k_cache, v_cache = new_kv[layer]
+        k_cache = k_cache.at[token_row, position].set(k[0], mode="drop")
+        v_cache = v_cache.at[token_row, position].set(v[0], mode="drop")
+        new_kv[layer] = (k_cache, v_cache)
+        q_tiles = q[0].at[of_tile].get(mode="fill", fill_value=0)  # [N, tile, H, Dh]
+        k_tiles = k_cache[:, :visible].at[tile_row].get(mode="clip")  # [N, visible, K, Dh]
+        v_tiles = v_cache[:, :visible].at[tile_row].get(mode="clip")
+        out = attention(q_tiles, k_tiles, v_tiles, mask)
+        out = out.reshape(-1, *out.shape[2:])  # [N, tile, H, Dh] -> [N * tile, H, Dh]
+        return out.at[of_token].get(mode="fill", fill_value=0)[None]
+
+    # The hidden states are not used, so XLA drops the last layer's attention and mlp.
+    model.hidden(params, tokens[None], position[None], attend)
+    return tuple(new_kv)
+
+
+def tile_index(
+    segment: jax.Array, lengths: jax.Array, tile: int
+) -> tuple[jax.Array, jax.Array]:
+    """Where packed tokens stand in tiles that never mix segments.
+
+    Returns: (i32[N, tile] packed index of each tile place, C where none; i32[C] flat tile place of each packed token,
+    N * tile for padding). N = C / tile + R covers every packing.
+    """
+    C, R = segment.shape[0], lengths.shape[0]
+    num_tiles = -(-C // tile) + R
+    first_token = jnp.cumsum(lengths) - lengths  # [R]
+    tiles_each = -(-lengths // tile)
+    first_tile = jnp.cumsum(tiles_each) - tiles_each  # [R]
+    rank = jnp.arange(C) - first_token[segment]  # place within the segment
+    place = first_tile[segment] * tile + rank
+    place = jnp.where(segment >= 0, place, num_tiles * tile)
+    of_tile = jnp.full((num_tiles * tile,), C, jnp.int32)
+    of_tile = of_tile.at[place].set(jnp.arange(C, dtype=jnp.int32), mode="drop")
+    return of_tile.reshape(num_tiles, tile), place
+
+
+def generate(
+    model: Model, params: dict[str, jax.Array], state: DecodeState, *, steps: int
+) -> tuple[DecodeState, tuple[jax.Array, ...]]:
+    """`steps` decode steps of all active slots.
+
+    Returns: the new state and (tokens i32[S, k], logprobs f32[S, k], sampled_logprobs f32[S, k], valid bool[S, k],
+    finish i8[S], slot_epoch i32[S], nan bool[S]).
+    """
+    S = state.slots.active.shape[0]
+    carry = (state.kv, state.slots, jnp.zeros(S, jnp.int8), jnp.zeros(S, bool))
+
+    def step(carry, _):
+        kv, slots, finish, nan = carry
+        kv, logits = decode_step(model, params, kv, slots)
+        s = slots
+        out = sample(logits, s.key, s.token_index, s.temperature, s.top_p, s.top_k)
+        slots, ended, valid = advance(slots, out.tokens, out.nan, context=kv[0][0].shape[1])
+        nan |= s.active & out.nan
+        return (kv, slots, jnp.maximum(finish, ended), nan), (*out[:3], valid)
+
+    (kv, slots, finish, nan), made = jax.lax.scan(step, carry, None, length=steps)
+    tokens, logprobs, sampled_logprobs, valid = (x.swapaxes(0, 1) for x in made)  # [k, S] -> [S, k]
+    block = (tokens, logprobs, sampled_logprobs, valid, finish, state.slots.epoch, nan)
+    return DecodeState(kv, slots), block
+
+
+def decode_step(
+    model: Model, params: dict[str, jax.Array], kv: Cache, slots: SlotState
+) -> tuple[Cache, jax.Array]:
+    """Run each slot's last token: the cache with its k, v (active slots only), logits f32[S, V]."""
+    S, context = kv[0][0].shape[:2]
+    position = slots.context_length - 1
+    row = jnp.where(slots.active, jnp.arange(S), S)
+    mask = (jnp.arange(context) <= position[:, None])[:, None]  # [S, 1, context]
+    new_kv = list(kv)
+
+    def attend(layer, q, k, v):
+        k_cache, v_cache = new_kv[layer]
+        k_cache = k_cache.at[row, position].set(k[:, 0], mode="drop")
+        v_cache = v_cache.at[row, position].set(v[:, 0], mode="drop")
+        new_kv[layer] = (k_cache, v_cache)
+        return attention(q, k_cache, v_cache, mask)
+
+    hidden = model.hidden(params, slots.last_token[:, None], position[:, None], attend)
+    return tuple(new_kv), model.logits(params, hidden[:, 0])
+
+
+def advance(
+    slots: SlotState, tokens: jax.Array, nan: jax.Array, *, context: int
+) -> tuple[SlotState, jax.Array, jax.Array]:
+    """Account for one sampled token per active slot.
+
+    Of several reasons to end the first of eos, stop, length, context holds; non-finite logits end as error, without token.
+    Returns: (slots, i8[S] finish code or 0, bool[S] whether the token is real).
+    """
+    s = slots
+    valid = s.active & ~nan
+    length = s.context_length + valid
+    index = s.token_index + valid
+    hit = tokens[:, None] == s.stop_token_ids  # [S, num_stop]; padding -1 is no token
+    finish = jnp.zeros(tokens.shape, jnp.int8)
+    reasons = [
+        (length >= context, FinishReason.CONTEXT),
+        (index >= s.max_new_tokens, FinishReason.LENGTH),
+        (hit.any(axis=-1), FinishReason.STOP),
+        (hit[:, 0], FinishReason.EOS),
+        (nan, FinishReason.ERROR),
+    ]
+    for holds, reason in reasons:  # weakest first
+        finish = jnp.where(holds, jnp.int8(FINISH_CODES[reason]), finish)
+    finish = jnp.where(s.active, finish, jnp.int8(0))
+    slots = replace(
+        s,
+        last_token=jnp.where(valid, tokens, s.last_token),
+        context_length=length,
+        token_index=index,
+        active=s.active & (finish == 0),
+    )
+    return slots, finish, valid
+
+
+def insert_rows(kv: Cache, source: Cache, rows: jax.Array) -> Cache:
+    """Copy row r of `source` (k, v [R, T, K, Dh]) to the first T positions of row rows[r]; out of range = not copied."""
+    return tuple(
+        tuple(
+            into.at[rows, : rows_of.shape[1]].set(rows_of, mode="drop")
+            for into, rows_of in zip(pair, source_pair)
+        )
+        for pair, source_pair in zip(kv, source)
+    )
+
+
+def arm(slots: SlotState, rows: jax.Array, values: SlotState) -> SlotState:
+    """Write each field of `values` (leading axis R) to rows i32[R]; out of range = dropped."""
+    return jax.tree.map(lambda into, x: into.at[rows].set(x, mode="drop"), slots, values)
+
+
+def disarm(slots: SlotState, rows: jax.Array) -> SlotState:
+    """Stop the given slots; their KV stays."""
+    return replace(slots, active=slots.active.at[rows].set(False, mode="drop"))
+
+
+def read_row(kv: Cache, row: jax.Array) -> Cache:
+    """A copy of one row of the cache, as [1, context, K, Dh] per layer k and v."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), kv)

@@ -1,0 +1,77 @@
+"""Sampling: one token per slot from float32 logits, and its log-probs.
+
+Invariants: a slot's token depends on its own logits, sampling numbers, seed and token index only (Gumbel-max with the key
+fold_in(key(seed), token_index)), so neither the slot nor the other requests nor the block size can change it.
+`logprobs` is the distribution that is trained: log_softmax(logits / temperature), without top-p and top-k;
+`sampled_logprobs` is the one sampled from. Greedy (temperature 0) uses temperature 1 for both.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Sampled(NamedTuple):
+    tokens: jax.Array  # i32[S]
+    logprobs: jax.Array  # f32[S]
+    sampled_logprobs: jax.Array  # f32[S]
+    nan: jax.Array  # bool[S] the logits held a NaN or an infinity: the token means nothing
+
+
+def sample(
+    logits: Float[Array, "S V"],
+    key: Int[Array, "S 2"],
+    token_index: Int[Array, "S"],
+    temperature: Float[Array, "S"],
+    top_p: Float[Array, "S"],
+    top_k: Int[Array, "S"],
+) -> Sampled:
+    """One token per row. key: u32[S, 2] threefry key data. top_p >= 1 and top_k <= 0 switch a row's filter off."""
+    logits = logits.astype(jnp.float32)
+    greedy = temperature <= 0
+    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    wants_filter = ((top_k > 0) | (top_p < 1)) & ~greedy
+    # Sorting the vocabulary costs more than the rest together: only where some row asks for it.
+    allowed = jax.lax.cond(
+        wants_filter.any(), allowed_tokens, lambda scaled, p, k: scaled == scaled, scaled, top_p, top_k
+    )
+    filtered = jnp.where(wants_filter[:, None] & ~allowed, -jnp.inf, scaled)
+    noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(key, token_index, logits.shape[-1])
+    choice = jnp.where(greedy[:, None], logits, filtered + noise)
+    tokens = jnp.argmax(choice, axis=-1).astype(jnp.int32)
+    return Sampled(
+        tokens=tokens,
+        logprobs=_logprob_of(scaled, tokens),
+        sampled_logprobs=_logprob_of(filtered, tokens),
+        nan=~jnp.isfinite(logits).all(axis=-1),
+    )
+
+
+def allowed_tokens(
+    scaled: Float[Array, "S V"], top_p: Float[Array, "S"], top_k: Int[Array, "S"]
+) -> Bool[Array, "S V"]:
+    """The top_k most likely tokens, and of those the fewest whose renormalised mass reaches top_p (always at least one).
+
+    Ties go to the lower id, so exactly top_k tokens stay.
+    """
+    order = jnp.argsort(-scaled, axis=-1, stable=True)  # [S, V] ids, most likely first
+    ranked = jnp.take_along_axis(scaled, order, axis=-1)
+    V = scaled.shape[-1]
+    rank = jnp.arange(V)
+    kept = rank < jnp.where(top_k > 0, top_k, V)[:, None]
+    mass = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(mass, axis=-1) - mass  # mass of the tokens ahead of each
+    kept &= (before < jnp.where(top_p < 1, top_p, jnp.inf)[:, None]) | (rank == 0)
+    return jnp.zeros_like(kept).at[jnp.arange(len(order))[:, None], order].set(kept)
+
+
+def _gumbel(key_data: jax.Array, token_index: jax.Array, vocab_size: int) -> jax.Array:
+    key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
+    return jax.random.gumbel(jax.random.fold_in(key, token_index), (vocab_size,), jnp.float32)
+
+
+def _logprob_of(scaled: jax.Array, tokens: jax.Array) -> jax.Array:
+    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(scaled, axis=-1)
