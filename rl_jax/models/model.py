@@ -36,7 +36,7 @@ def unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return x
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity, so that a Model may be a static argument of jit
 class Model:
     settings: ModelSettings
     vocab_size: int
