@@ -1,0 +1,66 @@
+"""The Algorithm protocol and the records that pass through it.
+
+Life of a step: 1 `select` sees the raw groups; 2 `trains` says which trajectories' tokens may enter
+the loss (packing leaves the others out, before anything is counted); 3 `advantages` runs on the
+host, in float64; 4 `token_loss` runs inside jit, once a microbatch, and returns a loss per token
+that nobody has reduced: the learner multiplies it by loss_weights, which hold the aggregation and
+the batch's global counts (aggregate.py). So no algorithm ever divides.
+
+Must not: reduce over tokens, know the layout (rows, microbatches, devices), or keep state on
+itself: what must survive a restart goes through `state`, which is JSON.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from rl_jax.types import Group, Trajectory
+
+Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric name -> (sum f32[], count f32[])
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The trained tokens of one microbatch: B rows, K slots a row, filled from the left in the order of the text.
+
+    Only trained tokens are here, so K says nothing about the length of the text; `mask` is False on the empty slots,
+    whose other values are zeros. Only logprobs and entropy carry a gradient.
+    """
+
+    logprobs: Float[Array, "B K"]  # of the policy being trained, at the sampling temperature
+    entropy: Float[Array, "B K"]  # of the same tempered distribution
+    behaviour_logprobs: Float[Array, "B K"]  # of the policy that sampled
+    advantages: Float[Array, "B K"]
+    mask: Bool[Array, "B K"]
+    segment_ids: Int[Array, "B K"]  # which trajectory of the row, from 1; 0 on empty slots
+    turn_ids: Int[Array, "B K"]  # which turn of the trajectory
+    old_logprobs: Float[Array, "B K"] | None = None  # at step start, if the algorithm needs them
+
+
+class Algorithm(Protocol):
+    needs: frozenset[str]  # extras that learner.score must compute first, e.g. {"old_logprobs"}
+
+    def trains(self, trajectory: Trajectory) -> bool:
+        """Whether the trajectory's sampled tokens are trained and counted."""
+        ...
+
+    def select(self, groups: Sequence[Group]) -> tuple[list[Group], list[tuple[str, str]]]:
+        """Groups to train on, and (uid, reason) of each that is dropped. Sees raw rewards only."""
+        ...
+
+    def advantages(
+        self, groups: Sequence[Group], extras: Mapping[str, Any], state: Any
+    ) -> tuple[list[np.ndarray], Any]:
+        """One f32[T] per trajectory, in the order of groups and their members; and the next state.
+
+        Values where nothing is sampled are ignored. extras: one array per trajectory, by name.
+        """
+        ...
+
+    def token_loss(self, x: LossInputs) -> tuple[Float[Array, "B K"], Sums]:
+        """Unreduced loss, minimised; metrics as (sum, count). Runs inside jit."""
+        ...

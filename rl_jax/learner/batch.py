@@ -1,0 +1,254 @@
+"""Groups of trajectories to one Batch: what the learner trains on, as host arrays [B, T].
+
+Invariants: a trajectory lies whole in one row, in its own segment, with positions from 0; it is
+never cut, and one that does not fit is an error that names it. What is trained is decided here and
+nowhere else: targets_mask[b, t] says that the token AT t is trained, and its log-prob comes from
+the logits at t - 1 of the same segment. loss_weights are the aggregation, from counts over the
+whole batch, so the loss is `sum(loss_weights * token_loss)` however rows are cut into microbatches.
+Values travel by trajectory index, never by order of arrival: permuting groups or members changes no
+pairing.
+
+Life: 1 `pack` lays the trajectories that may train into rows (first fit, longest first; same input,
+same rows). 2 The learner scores the rows if the algorithm needs it. 3 `with_advantages` drops what
+the algorithm does not train and adds advantages and weights. 4 The learner cuts rows into
+microbatches (microbatches.py).
+
+Must not: import jax, read text or an environment, or average.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rl_jax.algorithms.advantages import is_closed
+from rl_jax.algorithms.aggregate import sequence_weights
+from rl_jax.algorithms.algorithm import Algorithm
+from rl_jax.settings import AlgorithmSettings, LearnerSettings
+from rl_jax.types import Group, Trajectory
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows of T positions holding S trajectories. Arrays [B, T] are 0 (False) on padding unless said otherwise."""
+
+    tokens: np.ndarray  # i32[B, T]
+    targets_mask: np.ndarray  # bool[B, T] the token AT t is trained
+    segment_ids: np.ndarray  # i32[B, T] 0 padding, from 1 in each row
+    positions: np.ndarray  # i32[B, T] from 0 in each segment
+    turn_ids: np.ndarray  # i16[B, T] -1 padding and before the first turn
+    behaviour_logprobs: np.ndarray  # f32[B, T] of the policy that sampled
+    versions: (
+        np.ndarray
+    )  # i32[B, T] that sampled the token; -1 where none did (prompts, scripts, padding)
+    context_mixed: np.ndarray  # bool[B, T] KV behind the token came partly from another version
+    advantages: np.ndarray  # f32[B, T]
+    loss_weights: np.ndarray  # f32[B, T] the aggregation; 0 where not trained
+    trajectory_ids: np.ndarray  # i32[S] index into the members of all groups, in order
+    seq_len: np.ndarray  # i32[S] tokens of the trajectory
+    rows: np.ndarray  # i32[S] the row it lies in
+    starts: np.ndarray  # i32[S] its first column
+    extras: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # f32[B, T] each, e.g. old_logprobs
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def row_tokens(self) -> int:
+        return self.tokens.shape[1]
+
+    def place(
+        self, values: Sequence[np.ndarray | float], dtype: Any, padding: Any = 0
+    ) -> np.ndarray:
+        """[B, T] from one array (or scalar) per member of the groups; members that are not packed are passed over."""
+        out = np.full(self.tokens.shape, padding, dtype)
+        for member, row, start, length in self._spans():
+            out[row, start : start + length] = values[member]
+        return out
+
+    def gather(self, array: np.ndarray, num_members: int) -> list[np.ndarray]:
+        """The inverse of place: one array per member of the groups, empty for those that are not packed."""
+        out = [np.zeros(0, array.dtype) for _ in range(num_members)]
+        for member, row, start, length in self._spans():
+            out[member] = array[row, start : start + length]
+        return out
+
+    def _spans(self):
+        columns = (self.trajectory_ids, self.rows, self.starts, self.seq_len)
+        return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def pack(groups: Sequence[Group], settings: LearnerSettings) -> Batch:
+    """Rows of settings.row_tokens positions from the trajectories that closed and have something to train.
+
+    Failed and cancelled trajectories and those without a trained token take no row. Advantages and loss_weights are 0
+    until with_advantages.
+
+    Raises: ValueError naming the trajectory if it is longer than a row, trains its first token (no logits precede it),
+            has a behaviour log-prob that is not finite, or is there twice.
+    """
+    members = [trajectory for group in groups for trajectory in group.trajectories]
+    packed = [i for i, member in enumerate(members) if is_closed(member) and member.loss_mask.any()]
+    seen: set[str] = set()
+    for i in packed:
+        _check(members[i], settings.row_tokens, seen)
+    rows = _first_fit_decreasing(packed, [len(m.tokens) for m in members], settings.row_tokens)
+    # Rows with much to train first: a microbatch then holds rows alike, and its shorter ones cost no empty head chunks.
+    rows.sort(key=lambda row: (-sum(members[i].num_trained for i in row), row[0]))
+    batch = _layout(members, rows, settings.row_tokens)
+    return replace(
+        batch,
+        tokens=batch.place([m.tokens for m in members], np.int32),
+        targets_mask=batch.place([m.loss_mask for m in members], bool, False),
+        positions=batch.place([np.arange(len(m.tokens)) for m in members], np.int32),
+        turn_ids=batch.place([m.turn_ids for m in members], np.int16, -1),
+        behaviour_logprobs=batch.place(
+            [np.where(m.loss_mask, m.logprobs, 0.0) for m in members], np.float32
+        ),
+        versions=batch.place([m.versions for m in members], np.int32, -1),
+        context_mixed=batch.place([m.context_mixed for m in members], bool, False),
+    )
+
+
+def with_advantages(
+    batch: Batch,
+    groups: Sequence[Group],
+    extras: Mapping[str, np.ndarray],
+    algorithm: Algorithm,
+    state: Any,
+    settings: AlgorithmSettings,
+) -> tuple[Batch, Any]:
+    """The batch with advantages, loss weights and extras, and the algorithm's next state.
+
+    Trajectories that `algorithm.trains` refuses (unscored, overlong under the filter) leave
+    targets_mask before anything is counted. extras are what learner.score returned, f32[B, T] each;
+    the algorithm sees them per trajectory.
+
+    Raises: ValueError if the algorithm's advantages do not pair with the trajectories, or are not finite where trained.
+    """
+    members = [trajectory for group in groups for trajectory in group.trajectories]
+    per_member = {name: batch.gather(array, len(members)) for name, array in extras.items()}
+    advantages, state = algorithm.advantages(groups, per_member, state)
+    trains = [bool(algorithm.trains(member)) for member in members]
+    _check_advantages(advantages, members, trains)
+
+    group_of = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
+    counts = np.array([members[i].num_trained * trains[i] for i in batch.trajectory_ids], np.int64)
+    weights = np.zeros(len(members), np.float64)
+    weights[batch.trajectory_ids] = sequence_weights(
+        counts,
+        group_of[batch.trajectory_ids],
+        settings.aggregation,
+        settings.max_response_tokens,
+    )
+    targets_mask = batch.targets_mask & batch.place(trains, bool, False)
+    return (
+        replace(
+            batch,
+            targets_mask=targets_mask,
+            advantages=np.where(targets_mask, batch.place(advantages, np.float32), np.float32(0)),
+            loss_weights=np.where(
+                targets_mask, batch.place(list(weights), np.float32), np.float32(0)
+            ),
+            extras=dict(extras),
+        ),
+        state,
+    )
+
+
+def _first_fit_decreasing(members: list[int], lengths: list[int], size: int) -> list[list[int]]:
+    """Members by falling length, each into the first row with room; ties keep the order given."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for member in sorted(members, key=lambda i: -lengths[i]):
+        row = next((r for r, free in enumerate(room) if lengths[member] <= free), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(size)
+        rows[row].append(member)
+        room[row] -= lengths[member]
+    return rows
+
+
+def _layout(members: Sequence[Trajectory], rows: list[list[int]], size: int) -> Batch:
+    """Where each trajectory lies, and its segment ids; every other array is empty padding."""
+    placed = [(i, b) for b, row in enumerate(rows) for i in row]
+    ids = np.array([i for i, _ in placed], np.int32)
+    lengths = np.array([len(members[i].tokens) for i, _ in placed], np.int32)
+    starts = np.zeros(len(placed), np.int32)
+    segments = np.zeros((len(rows), size), np.int32)
+    used, count = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+    for s, (_, b) in enumerate(placed):
+        starts[s] = used[b]
+        used[b] += lengths[s]
+        count[b] += 1
+        segments[b, starts[s] : used[b]] = count[b]
+    shape = (len(rows), size)
+    empty = {
+        "tokens": np.zeros(shape, np.int32),
+        "targets_mask": np.zeros(shape, bool),
+        "positions": np.zeros(shape, np.int32),
+        "turn_ids": np.full(shape, -1, np.int16),
+        "behaviour_logprobs": np.zeros(shape, np.float32),
+        "versions": np.full(shape, -1, np.int32),
+        "context_mixed": np.zeros(shape, bool),
+        "advantages": np.zeros(shape, np.float32),
+        "loss_weights": np.zeros(shape, np.float32),
+    }
+    rows_of = np.array([b for _, b in placed], np.int32)
+    return Batch(
+        segment_ids=segments,
+        trajectory_ids=ids,
+        seq_len=lengths,
+        rows=rows_of,
+        starts=starts,
+        **empty,
+    )
+
+
+def _check(trajectory: Trajectory, row_tokens: int, seen: set[str]) -> None:
+    """`seen` holds the uids checked so far; this one is added."""
+    uid, length = trajectory.uid, len(trajectory.tokens)
+    if length > row_tokens:
+        raise ValueError(
+            f"trajectory {uid} has {length} tokens, more than learner.row_tokens={row_tokens}; "
+            f"raise learner.row_tokens to at least {length} or lower engine.context to {row_tokens}"
+        )
+    if trajectory.loss_mask[0]:
+        raise ValueError(
+            f"trajectory {uid} trains its first token, which no logits precede; "
+            "a context starts with a prompt of at least one token"
+        )
+    if uid in seen:
+        raise ValueError(
+            f"trajectory {uid} is twice in the batch; each sampled token is trained at most once"
+        )
+    seen.add(uid)
+    bad = np.flatnonzero(trajectory.loss_mask & ~np.isfinite(trajectory.logprobs))
+    if len(bad):
+        raise ValueError(
+            f"trajectory {uid}: behaviour log-prob {trajectory.logprobs[bad[0]]} at token {bad[0]} is not finite; "
+            "the server that sampled it must fail such a turn"
+        )
+
+
+def _check_advantages(advantages, members: Sequence[Trajectory], trains: list[bool]) -> None:
+    if len(advantages) != len(members):
+        raise ValueError(
+            f"the algorithm gave {len(advantages)} advantage arrays for {len(members)} trajectories"
+        )
+    for values, member, trained in zip(advantages, members, trains, strict=True):
+        if np.shape(values) != member.tokens.shape:
+            raise ValueError(
+                f"trajectory {member.uid}: advantages have shape {np.shape(values)}, "
+                f"its tokens {member.tokens.shape}"
+            )
+        if trained and not np.isfinite(values[member.loss_mask]).all():
+            raise ValueError(
+                f"trajectory {member.uid}: advantages are not finite; "
+                f"its reward is {member.reward.value} ({member.reward.status})"
+            )
