@@ -282,6 +282,7 @@ class Reward:
     turn_values: tuple[float | None, ...]
     status: str  # scored | timeout | error | schema
     scorer_version: str
+    detail: str = ""  # why it is not scored, one line: a status alone does not say what to mend
 
 
 @dataclass(frozen=True)
