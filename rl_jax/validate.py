@@ -1,0 +1,355 @@
+"""What the values of a config may be, alone and together: every rule, one error line each, all at once.
+
+Owns: INTERVALS (numbers), CHOICES (words), the names that stand in a table, and the rules across fields. An error line
+is `key=value what is wrong; the remedy`. Invariant: nothing that is accepted is later ignored, and what this version
+cannot do is refused with the reason, not tried.
+Must not: import jax or an environment's or plugin's module (only tables of names are read), or look at a device.
+"""
+
+import difflib
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rl_jax import schema
+from rl_jax.algorithms import ALGORITHMS
+from rl_jax.mesh import MeshPlan
+from rl_jax.metrics import PROGRESS_FORMS
+from rl_jax.models import MODELS
+from rl_jax.rollout.scheduler import SCHEDULERS
+from rl_jax.settings import Settings
+from rl_jax.tokens import TOKENIZERS
+
+MODES = ("train", "eval", "rollout_only", "train_only")
+TOP_LEVEL = (
+    "rl_jax",
+    "kernels",
+    "envs",
+    "mesh_configs",
+)  # packages that must come from one checkout
+
+# Key -> the interval its number must lie in. A key that is absent is checked by a rule, by MeshPlan.check, or is free.
+INTERVALS = {
+    "seed": "[0, 9223372036854775807]",
+    "steps": "[0, inf)",
+    "model.vocab_size": "[0, inf)",
+    "model.num_layers": "[1, inf)",
+    "model.embed_size": "[1, inf)",
+    "model.num_heads": "[1, inf)",
+    "model.num_kv_heads": "[1, inf)",
+    "model.head_dim": "[2, inf)",
+    "model.mlp_size": "[1, inf)",
+    "model.rope_theta": "(0, inf)",
+    "model.norm_eps": "(0, 1)",
+    "engine.slots": "[1, inf)",
+    "engine.context": "[2, inf)",
+    "engine.steps_per_block": "[1, inf)",
+    "engine.chunk_requests": "[1, inf)",
+    "engine.num_stop_tokens": "[1, inf)",
+    "engine.append_limit": "[0, inf)",
+    "serve.queue_size": "[1, inf)",
+    "serve.turn_deadline_s": "(0, inf)",
+    "serve.stop_deadline_s": "(0, inf)",
+    "rollout.batch_groups": "[1, inf)",
+    "rollout.group_size": "[1, inf)",
+    "rollout.max_staleness": "[0, inf)",
+    "rollout.temperature": "[0, inf)",
+    "rollout.top_p": "(0, 1]",
+    "rollout.top_k": "[0, inf)",
+    "rollout.max_new_tokens": "[1, inf)",
+    "rollout.max_turns": "[0, inf)",
+    "rollout.env_workers": "[1, inf)",
+    "rollout.envs_per_worker": "[1, inf)",
+    "rollout.reset_timeout_s": "(0, inf)",
+    "rollout.step_timeout_s": "(0, inf)",
+    "rollout.start_timeout_s": "(0, inf)",
+    "rollout.episode_timeout_s": "(0, inf)",
+    "rollout.max_obs_bytes": "[64, inf)",
+    "rollout.max_attempts": "[1, inf)",
+    "rollout.max_env_failures": "[1, inf)",
+    "rollout.take_timeout_s": "(0, inf)",
+    "rewards.timeout_s": "(0, inf)",
+    "rewards.workers": "[1, inf)",
+    "algorithm.clip_low": "(0, 1)",
+    "algorithm.clip_high": "(0, inf)",
+    "algorithm.entropy_coef": "[0, inf)",
+    "algorithm.max_response_tokens": "[0, inf)",
+    "algorithm.std_eps": "(0, inf)",
+    "warm_start.steps": "[0, inf)",
+    "warm_start.batch_episodes": "[1, inf)",
+    "warm_start.learning_rate": "(0, inf)",
+    "warm_start.skill": "[0, 1]",
+    "learner.learning_rate": "(0, inf)",
+    "learner.warmup_steps": "[0, inf)",
+    "learner.adam_b1": "[0, 1)",
+    "learner.adam_b2": "[0, 1)",
+    "learner.adam_eps": "(0, inf)",
+    "learner.weight_decay": "[0, inf)",
+    "learner.grad_clip": "(0, inf)",
+    "learner.row_tokens": "[2, inf)",
+    "learner.microbatch_rows": "[1, inf)",
+    "learner.logprob_chunk": "[1, inf)",
+    "learner.max_skipped": "[1, inf)",
+    "weights.bucket_bytes": "[1, inf)",
+    "weights.deadline_s": "(0, inf)",
+    "weights.retries": "[0, inf)",
+    "checkpoint.every": "[0, inf)",
+    "checkpoint.keep": "[1, inf)",
+    "eval.every": "[0, inf)",
+    "eval.episodes": "[1, inf)",
+    "eval.temperature": "[0, inf)",
+    "eval.top_p": "(0, 1]",
+    "eval.top_k": "[0, inf)",
+    "eval.timeout_s": "(0, inf)",
+    "metrics.heartbeat_s": "(0, inf)",
+    "metrics.rollouts_every": "[0, inf)",
+}
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.dtype": ("float32", "bfloat16"),
+    "model.param_dtype": ("float32", "bfloat16"),
+    "rollout.short_group_infra": ("replace", "survivors", "drop"),
+    "rollout.short_group_stale": ("drop",),
+    "algorithm.aggregation": (
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+        "group-mean-token-mean",
+    ),
+    "learner.schedule": ("constant", "linear", "cosine"),
+    "weights.kv": ("recompute", "keep"),
+    "metrics.progress": PROGRESS_FORMS,
+    "cluster.backend": ("inproc",),
+}
+
+NAMES: dict[str, Mapping[str, Any]] = {
+    "model.family": MODELS,
+    "model.tokenizer": TOKENIZERS,
+    "rollout.scheduler": SCHEDULERS,
+    "algorithm.name": ALGORITHMS,
+}
+
+# What an algorithm may need that is computed: by the train pool, for its own policy. No pool holds another model.
+SUPPLIED = frozenset({"old_logprobs"})
+
+_PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_TAG = re.compile(r"[a-z][a-z0-9_]*")
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+def check(settings: Settings, mode: str = "train") -> list[str]:
+    """Everything that is wrong with a config, one line each; [] if nothing is."""
+    values = schema.leaves(schema.to_tree(settings))
+    errors = [e for key, text in INTERVALS.items() for e in _interval(key, values[key], text)]
+    for key, choices in CHOICES.items():
+        if values[key] not in choices:
+            errors.append(f"{key}={values[key]} is not one of {', '.join(choices)}")
+    for key, table in NAMES.items():
+        errors += check_name(key, values[key], table)
+    errors += _task_errors(settings)
+    sound = _repaired(settings, [error.partition("=")[0] for error in errors])
+    for rule in RULES:
+        errors += rule(sound)
+    if mode != "eval":
+        errors += _training_errors(sound)
+    return [*errors, *_mode_errors(sound, mode), *_mesh_errors(sound)]
+
+
+def check_name(key: str, name: str, table: Mapping[str, Any]) -> list[str]:
+    """A name of the table, or "package.module:attribute" of a package that can be found."""
+    if name in table:
+        return []
+    if ":" in name:
+        if not _PLUGIN.fullmatch(name):
+            return [f'{key}={name} is not of the form "package.module:attribute"']
+        package = name.partition(":")[0].partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            return [f"{key}={name}: there is no package {package}; install it or extend PYTHONPATH"]
+        return []
+    near = difflib.get_close_matches(name, table, 3, cutoff=0.5) or sorted(table)
+    return [f'{key}={name} is unknown; use {", ".join(near)}, or "package.module:attribute"']
+
+
+def foreign_packages(root: Path) -> list[str]:
+    """One line for each of our top-level packages that Python would import from outside the checkout at `root`."""
+    errors = []
+    for name in TOP_LEVEL:
+        spec = importlib.util.find_spec(name)
+        places = list(spec.submodule_search_locations or [spec.origin]) if spec else []
+        if not any(place and Path(place).resolve() == (root / name).resolve() for place in places):
+            found = ", ".join(str(place) for place in places) or "nowhere"
+            errors.append(
+                f"package {name} comes from {found}, not from {root / name}; uninstall the other package of that"
+                f" name, or start from {root}"
+            )
+    return errors
+
+
+def _repaired(settings: Settings, wrong: Sequence[str]) -> Settings:
+    """The settings with a default for each key in error, so that the rules across fields need not guard against it."""
+    defaults = schema.leaves(schema.to_tree(Settings()))
+    for key in wrong:
+        section, _, name = key.rpartition(".")
+        if key in defaults and "[" not in key and section:
+            part = replace(
+                getattr(settings, section), **{name: getattr(getattr(Settings(), section), name)}
+            )
+            settings = replace(settings, **{section: part})
+        elif key in defaults and "[" not in key:
+            settings = replace(settings, **{name: getattr(Settings(), name)})
+    return settings
+
+
+def _interval(key: str, value: float, text: str) -> Iterator[str]:
+    low, high = (float(part) for part in text[1:-1].split(","))
+    inside = (value >= low if text[0] == "[" else value > low) and (
+        value <= high if text[-1] == "]" else value < high
+    )
+    if inside:
+        return
+    if math.isinf(high):
+        wanted = f"at least {low:g}" if text[0] == "[" else f"above {low:g}"
+    else:
+        wanted = f"in {text}"
+    yield f"{key}={value} must be {wanted}"
+
+
+def _task_errors(s: Settings) -> list[str]:
+    from envs import (
+        ENVS,
+    )  # not above: foreign_packages must be able to say that `envs` is somebody else's
+
+    errors = [] if s.tasks.sources else ["tasks.sources is empty; give at least one source"]
+    tags = [source.tag for source in s.tasks.sources]
+    for i, source in enumerate(s.tasks.sources):
+        where = f"tasks.sources[{i}]"
+        errors += check_name(f"{where}.env", source.env, ENVS)
+        if source.reward != "env":
+            errors += check_name(f"{where}.reward", source.reward, {"env": ""})
+        if not _TAG.fullmatch(source.tag):
+            errors.append(f"{where}.tag={source.tag!r} must be lower-case letters, digits and _")
+        elif tags.index(source.tag) < i:
+            errors.append(
+                f"{where}.tag={source.tag} is also the tag of another source; tags are unique"
+            )
+    if s.run_id and not _RUN_ID.fullmatch(s.run_id):
+        errors.append(
+            f"run_id={s.run_id!r} must be letters, digits, and . _ - (it is a part of every episode's uid)"
+        )
+    return errors
+
+
+# --- rules across fields -------------------------------------------------------------------------------------------
+
+
+def _model(s: Settings) -> Iterator[str]:
+    m = s.model
+    if m.num_heads % m.num_kv_heads:
+        fits = [n for n in range(1, m.num_heads + 1) if m.num_heads % n == 0]
+        yield f"model.num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}; use one of {fits}"
+    if m.head_dim % 2:
+        yield f"model.head_dim={m.head_dim} is odd; rope rotates pairs, use {m.head_dim + 1}"
+
+
+def _engine(s: Settings) -> Iterator[str]:
+    e = s.engine
+    sizes = list(e.chunk_sizes)
+    if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+        yield f"engine.chunk_sizes={tuple(sizes)} must be positive and ascending, at least one"
+    if s.rollout.max_new_tokens >= e.context:
+        yield (
+            f"rollout.max_new_tokens={s.rollout.max_new_tokens} leaves no room for a prompt in"
+            f" engine.context={e.context}; use less, or a longer context"
+        )
+    if s.learner.row_tokens < e.context:
+        yield (
+            f"learner.row_tokens={s.learner.row_tokens} is below engine.context={e.context}: a trajectory lies whole"
+            f" in one row; use at least {e.context}"
+        )
+
+
+def _algorithm(s: Settings) -> Iterator[str]:
+    a, r = s.algorithm, s.rollout
+    if a.name in ALGORITHMS and a.name != "sft" and r.group_size < 2:
+        yield (
+            f"rollout.group_size={r.group_size}: {a.name} compares the episodes of one task, so 1 gives no gradient;"
+            " use at least 2"
+        )
+    if a.max_response_tokens and a.aggregation != "seq-mean-token-sum-norm":
+        yield (
+            f"algorithm.max_response_tokens={a.max_response_tokens} is read only by aggregation"
+            f" seq-mean-token-sum-norm, not by {a.aggregation}; set it to 0"
+        )
+    for need in sorted(_needs(a.name) - SUPPLIED):
+        yield (
+            f"algorithm.name={a.name} needs {need}, which no pool of mesh {s.mesh.name} computes;"
+            " use an algorithm that does not need it"
+        )
+
+
+def _needs(name: str) -> frozenset[str]:
+    return ALGORITHMS[name][1] if name in ALGORITHMS else frozenset()
+
+
+def _batch(s: Settings) -> Iterator[str]:
+    num_tags, n = len(s.tasks.sources), s.rollout.batch_groups
+    if n % num_tags:
+        yield (
+            f"rollout.batch_groups={n} does not divide into {num_tags} tags, which take equal shares;"
+            f" use {n - n % num_tags or num_tags} or {n - n % num_tags + num_tags}"
+        )
+    tags = {source.tag for source in s.tasks.sources}
+    for i, pool in enumerate(s.mesh.pools):
+        for tag in sorted(set(pool.tags) - tags):
+            yield f"mesh.pools[{i}].tags has {tag!r}, which no task source has; tags are {', '.join(sorted(tags))}"
+
+
+def _schedule(s: Settings) -> Iterator[str]:
+    if s.learner.warmup_steps > s.steps > 0:
+        yield f"learner.warmup_steps={s.learner.warmup_steps} is beyond steps={s.steps}; the full rate is never reached"
+    if s.cluster.address:
+        yield f"cluster.address={s.cluster.address} is not used by backend {s.cluster.backend}; leave it empty"
+
+
+RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
+    _model,
+    _engine,
+    _algorithm,
+    _batch,
+    _schedule,
+)
+
+
+def _training_errors(s: Settings) -> Iterator[str]:
+    r = s.rollout
+    if r.temperature == 0:
+        yield "rollout.temperature=0 is greedy: its log-probs cannot be trained; use 1.0 (eval.temperature may be 0)"
+    if r.top_p < 1:
+        yield (
+            f"rollout.top_p={r.top_p} is refused for training: tokens would be sampled from a cut distribution and"
+            " trained under the full one; use 1.0 (eval.top_p may be below 1)"
+        )
+    if r.top_k > 0:
+        yield (
+            f"rollout.top_k={r.top_k} is refused for training: tokens would be sampled from a cut distribution and"
+            " trained under the full one; use 0 (eval.top_k may be above 0)"
+        )
+
+
+def _mode_errors(s: Settings, mode: str) -> Iterator[str]:
+    replay = s.rollout.replay_dir
+    if mode != "train_only" and replay:
+        yield f"rollout.replay_dir={replay} is read only by --mode=train_only, not by --mode={mode}; leave it empty"
+    if mode == "train_only" and not replay:
+        yield "rollout.replay_dir is empty; --mode=train_only trains on the saved episodes of a run directory: set it"
+    elif mode == "train_only" and not (Path(replay) / "rollouts").is_dir():
+        yield f"rollout.replay_dir={replay} has no directory rollouts; give a run directory with saved episodes"
+
+
+def _mesh_errors(s: Settings) -> list[str]:
+    plan = MeshPlan.from_settings(s.mesh, s.model)
+    return plan.check(s.model, plan.num_devices, s.learner, s.engine)
