@@ -1,0 +1,221 @@
+"""May this run use this directory, and from where does it go on? Looks, decides, writes nothing.
+
+Owns: the rules of `--resume` and `--run_dir`, and MAY_CHANGE, the keys that may differ when a run is resumed.
+Invariants: a directory of another config is refused with the keys that differ; what is not a run directory is never
+written into. Must not: write, lock, or read into a checkpoint.
+"""
+
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from rl_jax import schema
+from rl_jax.settings import Settings
+
+CONFIG, LOCK = "config.json", "LOCK"
+CHECKPOINTS, LOGS = "checkpoints", "logs"
+
+# Keys that may change when a run is resumed: how long, how often, how patient, how many hands. All others decide what
+# is learned from what, so a directory with another value is another run's.
+MAY_CHANGE = (
+    "run_id",  # "" stands for the stored one
+    "steps",
+    "metrics.*",
+    "checkpoint.*",
+    "cluster.*",
+    "eval.every",
+    "eval.timeout_s",
+    "serve.*_deadline_s",
+    "weights.deadline_s",
+    "weights.retries",
+    "weights.bucket_bytes",
+    "rollout.*_timeout_s",
+    "rollout.env_workers",
+    "rollout.envs_per_worker",
+    "rollout.max_env_failures",
+    "rewards.*",
+)
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+class RunDirError(Exception):
+    """The directory cannot be used as asked; one line; exit code 2."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What opening a directory will do."""
+
+    path: Path
+    run_id: str
+    attempt: int  # 0 for the first process that works here
+    resume_from: Path | None  # a directory checkpoints/step_N, here or (a fork) in another run
+    changes: tuple[str, ...] = ()  # config values that differ from the stored ones, all allowed
+
+    @property
+    def resume_step(self) -> int:
+        """The version the run starts from; 0 for a fresh start."""
+        return step_of(self.resume_from) if self.resume_from is not None else 0
+
+
+def decide(path: Path, settings: Settings, resume: str = "auto") -> Decision:
+    """Refuse, or say what will happen; writes nothing.
+
+    resume: auto = from the last checkpoint if there is one, else from the start; never = the directory must be empty;
+    strict = there must be a checkpoint; a number = of that step; a path = fork: start in this empty directory from
+    another run's checkpoint. Raises RunDirError.
+    """
+    stored = _stored_config(path)
+    if resume not in ("auto", "never", "strict") and not resume.isdecimal():
+        if stored is not None:
+            raise RunDirError(
+                f"{path} holds a run already; a fork (--resume={resume}) needs an empty --run_dir"
+            )
+        return Decision(path, settings.run_id or new_id(), 0, _fork_source(Path(resume)))
+    if stored is None:
+        if resume not in ("auto", "never"):
+            raise RunDirError(
+                f"--resume={resume}: {path} holds no run to resume; use --resume=auto to start one there"
+            )
+        return Decision(path, settings.run_id or new_id(), 0, None)
+    if resume == "never":
+        raise RunDirError(
+            f"{path} holds a run already; --resume=never needs an empty or new --run_dir"
+        )
+    changes = _check_same_run(path, stored, settings)
+    steps = checkpoint_steps(path)
+    if resume.isdecimal() and int(resume) not in steps:
+        raise RunDirError(
+            f"--resume={resume}: {path} has no such checkpoint; it has {steps or 'none'}"
+        )
+    if resume == "strict" and not steps:
+        raise RunDirError(
+            f"--resume=strict: {path} has no checkpoint; use --resume=auto to start again from step 0"
+        )
+    step = int(resume) if resume.isdecimal() else steps[-1] if steps else None
+    source = None if step is None else path / CHECKPOINTS / f"step_{step}"
+    return Decision(path, stored["run_id"], _num_attempts(path), source, changes)
+
+
+def checkpoint_steps(path: Path) -> list[int]:
+    """Steps of <path>/checkpoints/step_N, ascending. Half-written ones have other names."""
+    found = [_STEP.fullmatch(p.name) for p in (path / CHECKPOINTS).glob("step_*")]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def auto_path(settings: Settings, root: Path = Path("runs")) -> Path:
+    """runs/<tags>--<model>--<id>, not there yet."""
+    tags = "+".join(source.tag for source in settings.tasks.sources)
+    model = f"{settings.model.family.rpartition(':')[2]}-{settings.model.num_layers}x{settings.model.embed_size}"
+    while (path := root / f"{tags}--{model}--{settings.run_id or new_id()}").exists():
+        if settings.run_id:
+            raise RunDirError(
+                f"{path} exists; name another run_id, or resume it with --run_dir={path}"
+            )
+    return path
+
+
+def new_id() -> str:
+    """For people and for uids; unique, and no seed ever depends on it."""
+    return time.strftime("%m%d-%H%M%S-") + secrets.token_hex(2)
+
+
+def encode(value: Any, indent: int | None = None) -> str:
+    """The one JSON form of the run directory: ASCII, and a number that is not finite is null."""
+    try:
+        return json.dumps(value, indent=indent, allow_nan=False, default=str)
+    except ValueError:
+        return json.dumps(_finite(value), indent=indent, allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _stored_config(path: Path) -> dict[str, Any] | None:
+    """The config a directory belongs to; None if it is absent or empty. Raises RunDirError for any other directory."""
+    if not path.exists():
+        return None
+    if not path.is_dir():
+        raise RunDirError(f"--run_dir={path} is a file; name a directory")
+    if (path / CONFIG).exists():
+        try:
+            stored = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+            if isinstance(stored, dict) and isinstance(stored.get("run_id"), str):
+                return stored
+        except ValueError:
+            pass
+        raise RunDirError(f"{path / CONFIG} cannot be read; use another --run_dir")
+    others = sorted(p.name for p in path.iterdir() if p.name != LOCK and not p.name.startswith("."))
+    if others:
+        raise RunDirError(
+            f"{path} holds {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} but no run;"
+            " name an empty or new --run_dir"
+        )
+    return None
+
+
+def _check_same_run(path: Path, stored: Mapping[str, Any], settings: Settings) -> tuple[str, ...]:
+    """The allowed differences, as lines. Raises RunDirError for the others."""
+    errors: list[str] = []
+    before = schema.build(
+        Settings, stored, "", errors
+    )  # a key that is newer than the run has its default there
+    if errors:
+        raise RunDirError(
+            f"{path / CONFIG} is of another version of rl_jax: {errors[0]}; use another --run_dir"
+        )
+    old, new = schema.leaves(schema.to_tree(before)), schema.leaves(schema.to_tree(settings))
+    differing = [
+        f"{key} {old.get(key, 'absent')} there, {new.get(key, 'absent')} here"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key) and not _may_change(key)
+    ]
+    if settings.run_id and settings.run_id != stored["run_id"]:
+        differing.insert(0, f"run_id {stored['run_id']} there, {settings.run_id} here")
+    if differing:
+        more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise RunDirError(
+            f"{path} belongs to another config: {'; '.join(differing[:5])}{more};"
+            " use the same values, or another --run_dir"
+        )
+    allowed = [k for k in new if old.get(k) != new[k] and k != "run_id"]
+    return tuple(f"{key}: {old.get(key)} -> {new[key]}" for key in allowed)
+
+
+def _may_change(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+
+
+def _fork_source(source: Path) -> Path:
+    """The checkpoint a path names: itself, or the last one of a run directory."""
+    if _STEP.fullmatch(source.name) and source.is_dir():
+        return source
+    steps = checkpoint_steps(source)
+    if not steps:
+        raise RunDirError(
+            f"--resume={source} has no checkpoint to start from; name a run directory or its checkpoints/step_N"
+        )
+    return source / CHECKPOINTS / f"step_{steps[-1]}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """N of a directory .../step_N; -1 for any other name."""
+    match = _STEP.fullmatch(checkpoint.name)
+    return int(match[1]) if match else -1
+
+
+def _num_attempts(path: Path) -> int:
+    return 1 + max((int(p.name[8:]) for p in (path / LOGS).glob("attempt_*")), default=-1)

@@ -1,0 +1,269 @@
+"""The run directory: one process holds it, and its files say what the run is and how it goes.
+
+Owns: LOCK, config.json, config.resolved.py, ENV.json, STATUS.json, events.jsonl, logs/attempt_k and its link
+logs/latest; the names of what others write (metrics.jsonl, ledger.jsonl, rollouts/, checkpoints/, summary.json).
+Invariants: one process at a time holds a directory (a lock of the operating system, so a dead one never blocks);
+nothing is written before every check has passed; config.json comes first and by one rename, so a directory is either
+empty or says whose it is; small files are replaced, never overwritten in place.
+Life: 1 resume.decide refuses or says what will happen. 2 `RunDir.open` locks, decides again, sets aside what a start
+without a checkpoint would confuse, and writes. 3 `status`, `event` while it runs. 4 `close`.
+Must not: read a checkpoint, or stop a run because a line of events or status was lost (counted in num_lost).
+"""
+
+import fcntl
+import importlib.metadata
+import logging
+import math
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from rl_jax import schema
+from rl_jax.resume import (
+    CHECKPOINTS,
+    CONFIG,
+    LOCK,
+    LOGS,
+    Decision,
+    RunDirError,
+    auto_path,
+    decide,
+    encode,
+    step_of,
+)
+from rl_jax.settings import Settings
+
+LOG = logging.getLogger(__name__)
+
+STATUS, ENV, EVENTS = "STATUS.json", "ENV.json", "events.jsonl"
+LEDGER, METRICS, SUMMARY = "ledger.jsonl", "metrics.jsonl", "summary.json"
+ROLLOUTS, QUARANTINE = "rollouts", "quarantine"
+
+# Written by an attempt that left no checkpoint: a fresh start moves them to quarantine/, lest a reader mixes the two.
+ATTEMPT_FILES = (EVENTS, LEDGER, METRICS, SUMMARY, ROLLOUTS)
+
+_PACKAGES = (
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml-collections",
+    "gymnasium", "reasoning-gym",
+)  # fmt: skip
+
+
+class RunDir:
+    """Sole writer of the files this module owns. `open` is the constructor to call."""
+
+    def __init__(self, decision: Decision, lock: TextIO):
+        self.decision, self._lock = decision, lock
+        self.path, self.run_id, self.attempt = decision.path, decision.run_id, decision.attempt
+        self.num_lost = 0
+        self._events = open(self.path / EVENTS, "a", encoding="utf-8")  # noqa: SIM115
+        self._handlers: list[logging.Handler] = []
+        self._status: tuple[str, float] = ("", -math.inf)  # state, when written
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        settings: Settings,
+        resume: str = "auto",
+        files: Mapping[str, str] | None = None,
+    ) -> "RunDir":
+        """Lock and prepare the directory ("" = auto_path). `files`: name -> text to put beside config.json.
+
+        Raises RunDirError: refused (see `decide`), in use by another process, or not writable.
+        """
+        path = Path(path) if str(path) else auto_path(settings)
+        decide(path, settings, resume)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _take_lock(path)
+            try:
+                decision = decide(path, settings, resume)  # again: now nobody else can change it
+                _prepare(decision, settings, files or {})
+                return cls(decision, lock)
+            except BaseException:
+                lock.close()
+                raise
+        except OSError as error:
+            raise RunDirError(
+                f"cannot write the run directory {path}: {error.strerror or error}"
+            ) from error
+
+    # --- where things are ---
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / LEDGER
+
+    @property
+    def logs(self) -> Path:
+        return self.path / LOGS / f"attempt_{self.attempt}"
+
+    def rollouts(self, step: int, split: str) -> Path:
+        """Where the traces of a step go; split: train | eval."""
+        return self.path / ROLLOUTS / f"step_{step}" / split
+
+    # --- what the run says about itself ---
+
+    def start_logging(self) -> None:
+        """From now on the rl_jax loggers write to logs/attempt_k/driver.log, warnings also to stderr."""
+        file = logging.FileHandler(self.logs / "driver.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+        console = logging.StreamHandler()
+        console.setLevel(logging.WARNING)
+        console.setFormatter(logging.Formatter("warning: %(message)s"))
+        self._handlers = [file, console]
+        logger = logging.getLogger("rl_jax")
+        logger.setLevel(logging.INFO)
+        for handler in self._handlers:
+            logger.addHandler(handler)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one line to events.jsonl."""
+        head = {"time": round(time.time(), 3), "t_mono_s": round(time.monotonic(), 3)}
+        try:
+            self._events.write(
+                encode({**head, "attempt": self.attempt, "kind": kind, **fields}) + "\n"
+            )
+            self._events.flush()
+        except (OSError, ValueError) as error:  # full disk, closed file
+            self._lost(EVENTS, error)
+
+    def status(self, state: str, **fields: Any) -> None:
+        """Replace STATUS.json, at most once a second unless `state` changed."""
+        now = time.monotonic()
+        if state == self._status[0] and now - self._status[1] < 1.0:
+            return
+        self._status = (state, now)
+        body = {"state": state, "run_id": self.run_id, "attempt": self.attempt, "pid": os.getpid()}
+        try:
+            self.write_json(STATUS, {**body, "time": round(time.time(), 3), **fields})
+        except OSError as error:
+            self._lost(STATUS, error)
+
+    def write_env(self, **extra: Any) -> None:
+        """ENV.json: versions, git, command line; `extra` for what only a later part knows, such as the devices."""
+        self.write_json(ENV, {**_environment(), **extra})
+
+    def write_json(self, name: str, value: Any) -> Path:
+        """Replace one file of the directory by JSON. Raises OSError."""
+        path = self.path / name
+        _replace(path, encode(value, indent=1) + "\n")
+        return path
+
+    def close(self) -> None:
+        """Release the directory; its files stay."""
+        logger = logging.getLogger("rl_jax")
+        for handler in self._handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        self._events.close()
+        self._lock.close()
+
+    def _lost(self, name: str, error: Exception) -> None:
+        self.num_lost += 1
+        if self.num_lost == 1:
+            LOG.warning(
+                "%s of %s could not be written (%s); further losses are counted only",
+                name,
+                self.path,
+                error,
+            )
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _take_lock(path: Path) -> TextIO:
+    lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise RunDirError(
+            f"{path} is in use by {holder}; wait for it, stop it, or use another --run_dir"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
+
+
+def _prepare(decision: Decision, settings: Settings, files: Mapping[str, str]) -> None:
+    """Write what makes the directory ours; set aside what a start from another point would confuse."""
+    path = decision.path
+    tree = schema.to_tree(replace(settings, run_id=decision.run_id))
+    _replace(path / CONFIG, encode(tree, indent=1) + "\n")
+    aside = [path / name for name in ATTEMPT_FILES] if decision.resume_from is None else []
+    for kept in (path / CHECKPOINTS, path / ROLLOUTS):  # of steps that will be made again
+        aside += [p for p in kept.glob("step_*") if step_of(p) > decision.resume_step]
+    for old in aside:
+        if old.exists():
+            target = (
+                path / QUARANTINE / f"before_attempt_{decision.attempt}" / old.relative_to(path)
+            )
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(old, target)
+    logs = path / LOGS / f"attempt_{decision.attempt}"
+    logs.mkdir(parents=True, exist_ok=True)
+    latest = path / LOGS / f".latest.{os.getpid()}"
+    latest.unlink(missing_ok=True)
+    latest.symlink_to(logs.name)
+    os.replace(latest, path / LOGS / "latest")
+    for name, text in files.items():
+        _replace(path / name, text)
+    _replace(path / ENV, encode(_environment(), indent=1) + "\n")
+
+
+def _environment() -> dict[str, Any]:
+    versions: dict[str, str] = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra that is not installed
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "argv": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpus": os.cpu_count(),
+        "versions": versions,
+        "git": _git(["rev-parse", "HEAD"]),
+        "git_changed": _git(["status", "--porcelain", "--untracked-files=no"]),
+    }
+
+
+def _git(command: Sequence[str]) -> str | None:
+    """Output of a git command in the checkout; None without git."""
+    root = Path(__file__).resolve().parents[1]
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *command],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
