@@ -1,0 +1,245 @@
+"""The program of a worker process: many live environments, or scorers, behind JSON lines on stdin and stdout.
+
+    python -m rl_jax.rollout.env_process        started by rollout/process.py only
+
+Owns: the environments' instances. Invariants: requests are answered one at a time, in their order, one line each, and
+an answer is written before the next request is begun; so the driver knows that what hangs is the oldest request it has
+no answer to. An exception of an environment is an answer (its kind and one line), never the end of the worker; the full
+traceback goes to stderr, which the driver keeps as the worker's log. What environments print goes there too: the pipe
+to the driver is not reachable as stdout.
+
+Life
+    1. the first line says which environments and scorers to import; the answer is what they offer, or the import error
+    2. tasks: the tasks of a source's split, in parts
+    3. reset makes an instance for an episode's id; step and script act on it; close ends it; score calls a scorer
+    4. at the end of stdin, which is also the driver's death, instances are closed and the process group ends
+
+Must not: import jax, or anything of rl_jax that does.
+"""
+
+import faulthandler
+import importlib
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any, BinaryIO
+
+from rl_jax.rewards.check import checked
+from rl_jax.rollout import wire
+
+TASKS_PER_LINE = 1000  # bounds a line's length
+CLOSE_S = 2.0  # for instances to close after the driver has gone
+BACKSTOP_S = 10.0  # a request this much over its deadline ends the process, should the driver not be there to do it
+
+
+class Worker:
+    """The tables and instances of one process; answers requests."""
+
+    def __init__(self, init: dict[str, Any]):
+        self._max_obs_bytes = init["max_obs_bytes"]
+        self._sources = {source["tag"]: source for source in init["sources"]}
+        self._classes = {tag: resolve(source["target"]) for tag, source in self._sources.items()}
+        self._scorers = {name: resolve(target)() for name, target in init["scorers"].items()}
+        self._tasks: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self._live: dict[int, tuple[Any, Any]] = {}  # id -> (environment, task)
+        self._scripts: dict[int, random.Random] = {}
+        self._verbs = {
+            "tasks": self._list_tasks,
+            "reset": self._reset,
+            "step": self._step,
+            "script": self._script,
+            "close": self._close,
+            "score": self._score,
+        }
+
+    def offers(self) -> dict[str, Any]:
+        """Per tag: the splits of its environment, and whether it has scripts."""
+        return {
+            tag: {
+                "splits": list(getattr(cls, "splits", ("train", "eval"))),
+                "script": hasattr(cls, "script"),
+            }
+            for tag, cls in self._classes.items()
+        }
+
+    def answer(self, request: dict[str, Any]) -> bytes:
+        """The answer line: {"i", "r": result} or {"i", "x": [kind, detail]}. Raises nothing."""
+        number, verb = request["i"], request["v"]
+        # An environment's exit() is a fault of this episode, not of the others in the process.
+        try:
+            return wire.dumps({"i": number, "r": self._verbs[verb](request)})
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            kind = "bad_observation" if isinstance(error, wire.BadObservation) else "env_error"
+            detail = f"{verb}: {error_line(error)}"
+        if verb in ("reset", "step", "script"):
+            self._discard(request["e"])
+        return wire.dumps({"i": number, "x": [kind, detail]})
+
+    def close(self) -> None:
+        """Close every live instance."""
+        for number in list(self._live):
+            self._discard(number)
+
+    def _list_tasks(self, request: dict[str, Any]) -> dict[str, Any]:
+        key = (request["tag"], request["split"])
+        if key not in self._tasks:
+            source, cls = self._sources[key[0]], self._classes[key[0]]
+            tasks = cls.tasks(source["config"], key[1])
+            self._tasks[key] = [self._task_wire(tasks[i], source) for i in range(len(tasks))]
+            ids = {task["id"] for task in self._tasks[key]}
+            if not ids or len(ids) != len(self._tasks[key]):
+                raise ValueError(
+                    f"split {key[1]!r} of {source['env']!r} has {len(self._tasks[key])} tasks with {len(ids)} "
+                    "distinct ids; it needs at least one task, and an id of its own for each"
+                )
+        tasks, start = self._tasks[key], request["start"]
+        return {"size": len(tasks), "tasks": tasks[start : start + TASKS_PER_LINE]}
+
+    def _task_wire(self, task: Any, source: dict[str, Any]) -> dict[str, Any]:
+        tag = source["tag"]
+        named = {
+            "id": f"{tag}/{task.id}",
+            "env": source["env"],
+            "tag": tag,
+            "reward": source["reward"],
+        }
+        return wire.task_to_wire(task) | named
+
+    def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
+        number, task = request["e"], wire.task_from_wire(request["task"])
+        self._discard(number)
+        env = self._classes[task.tag]()
+        self._live[number] = (env, task)
+        return wire.step_to_wire(env.reset(task, request["seed"]), self._max_obs_bytes)
+
+    def _step(self, request: dict[str, Any]) -> dict[str, Any]:
+        env, _ = self._live[request["e"]]
+        result = env.step(wire.action_from_wire(request["a"]))
+        return wire.step_to_wire(result, self._max_obs_bytes)
+
+    def _script(self, request: dict[str, Any]) -> str:
+        number = request["e"]
+        env, task = self._live[number]
+        if not hasattr(env, "script"):
+            raise ValueError(f"environment {task.env!r} has no script(); set warm_start.steps=0")
+        # One stream for the whole episode, from the seed of the first call.
+        rng = self._scripts.setdefault(number, random.Random(request["seed"]))
+        text = env.script(rng, request["skill"])
+        if not isinstance(text, str):
+            raise ValueError(f"script() of {task.env!r} returned {type(text).__name__}, no str")
+        return text
+
+    def _close(self, request: dict[str, Any]) -> None:
+        self._scripts.pop(request["e"], None)
+        env, _ = self._live.pop(request["e"], (None, None))
+        if env is not None:
+            env.close()
+
+    def _score(self, request: dict[str, Any]) -> list[Any]:
+        task, view = wire.task_from_wire(request["task"]), wire.view_from_wire(request["view"])
+        reward = checked(self._scorers[request["name"]].score(task, view))
+        return wire.reward_to_wire(reward)
+
+    def _discard(self, number: int) -> None:
+        """Close an instance whose episode is over anyway; its complaint is only printed."""
+        try:
+            self._close({"e": number})
+        except (Exception, SystemExit):
+            traceback.print_exc()
+
+
+def resolve(target: str) -> Any:
+    """The object that "package.module:attribute" names."""
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def error_line(error: BaseException) -> str:
+    """Type, message and the innermost line of an exception, on one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = (
+        f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})"
+        if frames
+        else ""
+    )
+    return " ".join(f"{type(error).__name__}: {error}{where}".split())[:800]
+
+
+def serve(requests: BinaryIO, answers: int) -> None:
+    """Answer requests until the end of `requests`. answers: a file descriptor."""
+    line = requests.readline()
+    if not line:
+        return
+    init = wire.loads(line)
+    try:
+        worker = Worker(init)
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        _write(answers, wire.dumps({"i": init["i"], "x": ["env_import", error_line(error)]}))
+        return
+    _write(answers, wire.dumps({"i": init["i"], "r": worker.offers()}))
+    while line := requests.readline():
+        request = wire.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["t"] + BACKSTOP_S)
+        answer = worker.answer(request)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _write(answers, answer)
+    worker.close()
+
+
+def main() -> None:
+    """Serve on the process's own stdin and stdout."""
+    requests, answers = _take_pipes()
+    faulthandler.enable()
+    # The driver asks for the stack with this signal before it kills what hangs; C code in a loop answers too.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_driver, args=(requests.fileno(),), daemon=True).start()
+    try:
+        serve(requests, answers)
+    except BrokenPipeError:
+        pass  # the driver has gone between a request and its answer
+    finally:
+        sys.stderr.flush()
+        _end_group()
+
+
+def _take_pipes() -> tuple[BinaryIO, int]:
+    """The pipes to the driver, moved away from where environments, or C code in them, could read or print."""
+    requests, answers = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return os.fdopen(requests, "rb"), answers
+
+
+def _end_with_driver(requests: int) -> None:
+    """Ends the process group soon after the driver's end of the pipe is closed, whatever the main thread does."""
+    poll = select.poll()
+    poll.register(requests, 0)  # only POLLHUP
+    poll.poll()
+    time.sleep(CLOSE_S)
+    _end_group()
+
+
+def _end_group() -> None:
+    """End this process and all it started. Only in a session of its own: never what a shell started by hand."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+if __name__ == "__main__":
+    main()

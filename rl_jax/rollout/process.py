@@ -1,0 +1,315 @@
+"""One worker process as the driver sees it: the calls waiting on it, their deadlines, its end.
+
+Owns: the child process and the order of its calls. A worker answers in order, so the oldest call without an answer (the
+head) is the one it works at. Only the head's deadline runs, from the moment it became the head: a hang is blamed on the
+episode that hangs, however many wait behind it.
+
+Life
+    1. the constructor starts the child, in a session of its own with a clean environment, and asks it to import
+    2. attach() to a loop; ready() when the imports are done; call() from then on. detach() and attach() again move it
+    3. the child dies, breaks the protocol, or its head passes its deadline: it is killed with all it started (a hung
+       one after it wrote its stack to the log); the head's call fails with the reason, the others with env_lost
+    4. on_death runs, once. close() instead ends a healthy child, after its environments were closed
+
+Must not: know an environment, or start anything anew (worker.py does).
+"""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from rl_jax.rollout import wire
+from rl_jax.rollout.pipe import LinePipe, Log
+
+STACK_S = 0.2  # for a hung worker to write its stack
+EXIT_S = 5.0  # for a killed process to be gone
+CLOSE_S = 2.5  # for a closed worker to close its environments (env_process.CLOSE_S and some)
+
+# All that a worker inherits: no token, key or cloud setting of the driver's environment reaches an environment's code.
+INHERITED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+)
+
+
+class WorkerFault(Exception):
+    """A call without a result.
+
+    kind: env_error | bad_observation | env_import (the worker's own answer), env_timeout | env_died (it ended in this
+    call), env_lost (it ended in another call).
+    """
+
+    def __init__(self, kind: str, detail: str):
+        super().__init__(f"{kind}: {detail}")
+        self.kind, self.detail = kind, detail
+
+
+class Limit(NamedTuple):
+    """A deadline and the setting it comes from."""
+
+    seconds: float
+    setting: str
+
+
+class Call(NamedTuple):
+    """A request without an answer yet."""
+
+    number: int
+    what: str  # "step of r/0/1/2"
+    limit: Limit
+    done: Callable[[Any, WorkerFault | None], None]
+
+
+class WorkerProcess:
+    """One child. All methods on one thread at a time: the attached loop's."""
+
+    def __init__(self, name: str, init: Mapping[str, Any], limit: Limit):
+        self.name = name
+        self.num_live = 0  # environments opened and not closed; the pool counts them
+        self.offers: dict[str, Any] | None = None  # tag -> {"splits", "script"}, once imported
+        self.fault: WorkerFault | None = None  # why it takes no more calls
+        self._calls: deque[Call] = deque()
+        self._head_since_s = 0.0
+        self._num_calls = 0
+        self._ready: list[asyncio.Future] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task | None = None
+        self._on_death: Callable[[WorkerProcess], None] = lambda worker: None
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rl_jax.rollout.env_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_child_environment(),
+            start_new_session=True,
+        )
+        self.log = Log(name, self._process.stderr)
+        self._pipe = LinePipe(self._process.stdin, self._process.stdout)
+        self._post("init", f"import in {name}", limit, self._imported, init)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls without an answer."""
+        return len(self._calls)
+
+    @property
+    def is_usable(self) -> bool:
+        """Imported, and not ended."""
+        return self.offers is not None and self.fault is None
+
+    @property
+    def waits_for(self) -> str:
+        """What it works at now, for status lines; empty when idle."""
+        if not self._calls:
+            return ""
+        return f"{self._calls[0].what} in {self.name} for {time.monotonic() - self._head_since_s:.1f} s"
+
+    def attach(self, on_death: Callable[["WorkerProcess"], None]) -> None:
+        """Work on the running loop from now on. on_death: once, after every waiting call has failed."""
+        self._loop, self._on_death = asyncio.get_running_loop(), on_death
+        self._pipe.attach(self._loop, self._answered, lambda: self._begin_end("env_died"))
+        self._watch_head()
+
+    def detach(self) -> None:
+        """Leave the loop; no call may be waiting but that for the imports."""
+        self._pipe.detach()
+        if self._watch is not None:
+            self._watch.cancel()
+        self._watch = self._loop = None
+
+    async def ready(self) -> None:
+        """Wait until the imports are done. Raises WorkerFault."""
+        if self._ending is not None:
+            await self._ending
+        if self.fault is not None:
+            raise self.fault
+        if self.offers is None:
+            self._ready.append(self._loop.create_future())
+            await self._ready[-1]
+
+    def call(self, verb: str, owner: str, limit: Limit, **payload: Any) -> asyncio.Future:
+        """The future of the result; it raises WorkerFault. The answer to a cancelled call is dropped."""
+        future = asyncio.get_running_loop().create_future()
+        if self.fault is not None:
+            future.set_exception(self._lost())
+        else:
+            self._post(verb, f"{verb} of {owner}", limit, _settle(future), payload)
+        return future
+
+    async def close(self) -> None:
+        """End the child: its environments are closed, then it and all it started are killed. Waiting calls fail."""
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._close())
+        await self._ending
+
+    async def _close(self) -> None:
+        self.fault = self.fault or WorkerFault("env_lost", f"{self.name} was closed")
+        self.detach()
+        self._pipe.close_writer()
+        deadline_s = time.monotonic() + CLOSE_S
+        while self._process.poll() is None and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.01)
+        await self._kill()
+        self._pipe.close()
+        self._fail_calls(self.fault, self.fault)
+
+    def _post(
+        self,
+        verb: str,
+        what: str,
+        limit: Limit,
+        done: Callable[[Any, WorkerFault | None], None],
+        payload: Mapping[str, Any],
+    ) -> None:
+        line = wire.dumps({"i": self._num_calls, "v": verb, "t": limit.seconds, **payload})
+        if not self._calls:
+            self._head_since_s = time.monotonic()
+        self._calls.append(Call(self._num_calls, what, limit, done))
+        self._num_calls += 1
+        self._pipe.send(line)
+        if self._loop is not None and self._watch is None:
+            self._watch_head()
+
+    def _answered(self, line: bytes) -> None:
+        """One answer settles the head; anything else breaks the protocol."""
+        if self.fault is not None:
+            return
+        try:
+            answer = wire.loads(line)
+            call, failed = self._calls[0], answer.get("x")
+            if answer["i"] != call.number:
+                raise ValueError(f"answer {answer['i']} to call {call.number}")
+        except (ValueError, KeyError, IndexError, AttributeError) as error:
+            self.log.note(f"broken protocol: {error} in {line[:200]!r}")
+            self._begin_end("env_died")
+            return
+        self._calls.popleft()
+        self._head_since_s = time.monotonic()
+        call.done(answer.get("r"), WorkerFault(*failed) if failed else None)
+
+    def _imported(self, offers: Any, fault: WorkerFault | None) -> None:
+        """The init call is done."""
+        self.offers = offers
+        self.fault = self.fault or fault
+        ready, self._ready = self._ready, []
+        for future in ready:
+            _settle(future)(None, fault)
+
+    def _watch_head(self) -> None:
+        """One timer for all calls: it looks at the head when the head's time may be over."""
+        self._watch = None
+        if self._calls and self._ending is None:
+            left_s = self._head_since_s + self._calls[0].limit.seconds - time.monotonic()
+            if left_s <= 0:
+                self._begin_end("env_timeout")
+            else:
+                self._watch = self._loop.call_later(left_s, self._watch_head)
+
+    def _begin_end(self, kind: str) -> None:
+        if self._ending is None:
+            self._ending = self._loop.create_task(self._end(kind))
+
+    async def _end(self, kind: str) -> None:
+        is_import = self.offers is None
+        import_fault = self.fault  # the worker's own words, which are better than its exit code
+        self.fault = self.fault or WorkerFault(
+            kind, f"{self.name} is being killed"
+        )  # no new call from now on
+        self.detach()
+        if kind == "env_timeout":
+            self._signal(os.kill, signal.SIGUSR1)  # it writes its stack
+            await asyncio.sleep(STACK_S)
+        await self._kill()
+        self._pipe.close()
+        await asyncio.to_thread(self.log.drain)
+        detail = self._end_detail(kind)
+        self.fault = import_fault or WorkerFault("env_import" if is_import else kind, detail)
+        self._fail_calls(self.fault, self._lost())
+        self._on_death(self)
+
+    def _end_detail(self, kind: str) -> str:
+        head = self._calls[0] if self._calls else None
+        what = head.what if head else f"{self.name} while idle"
+        if kind == "env_timeout" and head is not None:
+            took = f"{what} took more than {head.limit.setting}={head.limit.seconds:g}"
+            return f"{took}; it was at {_stack_head(self.log.tail())}"
+        return f"{what}: the process {_exit_text(self._process.returncode)}; {self.log.last_line()}"
+
+    async def _kill(self) -> None:
+        self._signal(os.killpg, signal.SIGKILL)
+        deadline_s = time.monotonic() + EXIT_S
+        while self._process.poll() is None and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.005)
+
+    def _signal(self, send: Callable[[int, int], None], number: int) -> None:
+        # Only poll() reaps the child, so as long as it has no return code its id is nobody else's.
+        if self._process.returncode is None:
+            try:
+                send(self._process.pid, number)
+            except ProcessLookupError:
+                pass  # it has just ended
+
+    def _fail_calls(self, head: WorkerFault, others: WorkerFault) -> None:
+        calls, self._calls = self._calls, deque()
+        for i, call in enumerate(calls):
+            call.done(None, head if i == 0 else others)
+
+    def _lost(self) -> WorkerFault:
+        return WorkerFault("env_lost", f"its worker ended in another call ({self.fault})")
+
+
+def _settle(future: asyncio.Future) -> Callable[[Any, WorkerFault | None], None]:
+    def done(result: Any, fault: WorkerFault | None) -> None:
+        if future.done():
+            return  # its caller was cancelled
+        if fault is None:
+            future.set_result(result)
+        else:
+            future.set_exception(fault)
+
+    return done
+
+
+def _child_environment() -> dict[str, str]:
+    """The child's whole environment; it imports what the driver can import, and sees no other variable."""
+    out = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    out["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    out["PYTHONHASHSEED"] = "0"  # tasks made from sets must be the same in every process and run
+    # Many workers share the machine with the driver; maths libraries must not start a thread per core in each.
+    out |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return out
+
+
+def _exit_text(returncode: int | None) -> str:
+    if returncode is None:
+        return f"did not end within {EXIT_S:g} s of being killed"
+    if returncode >= 0:
+        return f"ended with exit code {returncode}"
+    return f"was killed by {signal.Signals(-returncode).name}"
+
+
+def _stack_head(log: str) -> str:
+    """The innermost line of the main thread in faulthandler's output."""
+    found = re.search(r'File "([^"]*)", line (\d+) in (\S+)', log.rpartition("Current thread")[2])
+    if not found:
+        return "an unknown line (it wrote no stack)"
+    return f"{os.path.basename(found[1])}:{found[2]} in {found[3]}"

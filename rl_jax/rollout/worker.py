@@ -1,0 +1,389 @@
+"""EnvPool: blocking environments and scorers, made asynchronous, bounded and killable.
+
+Owns: the worker processes (process.py), which environment lives in which, and their replacement. The driver's process
+never imports an environment: task lists too are made in a worker and come as data.
+
+Invariants
+    Every call has a deadline, and its worker is killed when it passes. Only the episode that hung is told env_timeout;
+    the others that lived in that worker are told env_lost. All of it is charged to infra, none of it is a reward.
+    A worker that ended is replaced, the first two times at once, then with a growing pause, until max_env_failures
+    workers of one place ended without a finished episode in between: then `failed` is set and open() raises it.
+    At most envs_per_worker environments live in a worker; open() waits for a free place, with a deadline.
+
+Life
+    1. spawn():    processes start and import in the background (call it before importing what is slow)
+    2. prepare():  blocks until imports are done and all task lists are there: list_tasks(), splits(), has_script()
+    3. start():    on the loop's thread; then open() -> EnvHandle, reset(), step(), script(), close(); score()
+    4. close():    environments are closed, processes ended
+
+Must not: know the scheduler, the ledger or a reward's meaning.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from envs import ENVS
+from rl_jax.rewards import REWARDS
+from rl_jax.rewards.check import failed
+from rl_jax.rollout import wire
+from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess
+from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
+from rl_jax.types import Action, EpisodeView, Failure, Reward, StepResult, Task
+
+FREE_RESTARTS = 2  # replacements without a pause
+MAX_PAUSE_S = 5.0
+FIRST_PAUSE_S = 0.1
+
+
+class EnvError(Exception):
+    """An environment's call that gave no result.
+
+    kind: env_timeout | env_error (it raised) | env_died (its process ended) | env_lost (its worker ended in another
+    episode's call) | bad_observation | env_import | env_full (no place within the deadline) | env_budget (too many
+    workers ended). charged_to is always infra: the policy cannot know what breaks an environment.
+    """
+
+    def __init__(self, kind: str, detail: str, charged_to: str = "infra"):
+        super().__init__(f"{kind}: {detail}")
+        self.kind, self.charged_to, self.detail = kind, charged_to, detail
+
+    @property
+    def failure(self) -> Failure:
+        return Failure("env", self.kind, self.charged_to, self.detail)
+
+
+class EnvHandle:
+    """One episode's environment. Calls of one handle must not overlap."""
+
+    def __init__(
+        self, pool: "EnvPool", worker: WorkerProcess, number: int, task: Task, uid: str, seed: int
+    ):
+        self.task, self.uid = task, uid
+        self._pool, self._worker, self._number, self._seed = pool, worker, number, seed
+        self._is_open = True
+
+    async def reset(self) -> StepResult:
+        """The first observation. Raises EnvError, after which the handle is closed."""
+        settings = self._pool.settings
+        limit = Limit(settings.reset_timeout_s, "rollout.reset_timeout_s")
+        task = wire.task_to_wire(self.task)
+        return self._result(await self._call("reset", limit, task=task, seed=self._seed))
+
+    async def step(self, action: Action) -> StepResult:
+        """What the action led to; reward NaN if it is no finite number. Raises EnvError, as reset()."""
+        return self._result(
+            await self._call("step", self._pool.step_limit, a=wire.action_to_wire(action))
+        )
+
+    async def script(self, seed: int, skill: float) -> str:
+        """The text of the next scripted action. seed: of the episode's script; only the first call's counts.
+
+        skill: probability, 0..1, that the episode is played by the solution. Raises EnvError, as reset().
+        """
+        return await self._call("script", self._pool.step_limit, seed=seed, skill=skill)
+
+    async def close(self) -> None:
+        """Give the place back. Raises nothing: the episode is over, so trouble is only counted (close_failed)."""
+        if not self._is_open:
+            return
+        self._release()
+        try:
+            await self._worker.call("close", self.uid, self._pool.step_limit, e=self._number)
+        except WorkerFault:
+            self._pool.counts["close_failed"] += 1
+
+    async def _call(self, verb: str, limit: Limit, **payload: Any) -> Any:
+        if not self._is_open:
+            raise EnvError("env_error", f"{verb} of {self.uid}: its environment is closed")
+        try:
+            return await self._worker.call(verb, self.uid, limit, e=self._number, **payload)
+        except WorkerFault as fault:
+            self._release()
+            raise self._pool.charge(fault) from None
+
+    def _result(self, answer: Mapping[str, Any]) -> StepResult:
+        result = wire.step_from_wire(answer)
+        if "truncated_bytes" in result.info:
+            self._pool.counts["truncated_observations"] += 1
+        if result.done:
+            self._pool.finished(self._worker)
+        return result
+
+    def _release(self) -> None:
+        self._is_open = False
+        self._pool.release(self._worker)
+
+
+class EnvPool:
+    """Worker processes for environments and scorers. All methods after prepare() on one loop's thread."""
+
+    def __init__(
+        self,
+        sources: Sequence[TaskSource],
+        settings: RolloutSettings,
+        rewards: RewardSettings | None = None,
+        log_dir: Path | None = None,
+    ):
+        """log_dir: where start() lets each worker's output be kept; None = only a tail, for error messages.
+
+        Raises: ValueError for an unknown environment or reward, or a tag that occurs twice.
+        """
+        rewards = rewards or RewardSettings()
+        self.settings = settings
+        self.counts: Counter[str] = (
+            Counter()
+        )  # env_timeout, ..., restarts, truncated_observations, close_failed
+        self.failed: EnvError | None = None
+        self.step_limit = Limit(settings.step_timeout_s, "rollout.step_timeout_s")
+        self._start_limit = Limit(settings.start_timeout_s, "rollout.start_timeout_s")
+        self._score_limit = Limit(rewards.timeout_s, "rewards.timeout_s")
+        self._log_dir = log_dir
+        env_sources = [_source_to_wire(source) for source in sources]
+        self._tags = [source.tag for source in sources]
+        if len(set(self._tags)) != len(self._tags):
+            raise ValueError(
+                f"tasks.sources has a tag twice: {', '.join(sorted(self._tags))}; tags must differ"
+            )
+        scorers = {
+            s.reward: _target("reward", s.reward, REWARDS) for s in sources if s.reward != "env"
+        }
+        common = {"max_obs_bytes": settings.max_obs_bytes}
+        self._inits = {
+            f"env_{i}": common | {"sources": env_sources, "scorers": {}}
+            for i in range(settings.env_workers)
+        }
+        if scorers:
+            scorer_init = common | {"sources": [], "scorers": scorers}
+            self._inits |= {f"reward_{i}": scorer_init for i in range(rewards.workers)}
+        self._workers: dict[str, WorkerProcess] = {}
+        self._tasks: dict[tuple[str, str], tuple[Task, ...]] = {}
+        self._offers: dict[str, Any] = {}
+        self._endings: Counter[str] = Counter()  # of each place, since its last finished episode
+        self._restarts: dict[str, asyncio.Task] = {}
+        self._place_free = asyncio.Event()
+        self._num_opened = 0
+        self._is_closed = False
+
+    # --- before the loop ----------------------------------------------------------------------------------------------
+
+    def spawn(self) -> None:
+        """Start the processes; returns at once."""
+        for name in self._inits:
+            if name not in self._workers:
+                self._workers[name] = self._new_worker(name)
+
+    def prepare(self) -> None:
+        """Block until the environments are imported and their tasks listed. Needs a thread without a running loop.
+
+        Raises: EnvError naming the environment and its own error; no process is left then.
+        """
+        asyncio.run(self._prepare())
+
+    def splits(self, tag: str) -> tuple[str, ...]:
+        """The splits that a tag's environment has."""
+        return tuple(self._offers[tag]["splits"])
+
+    def has_script(self, tag: str) -> bool:
+        return self._offers[tag]["script"]
+
+    def list_tasks(self, tag: str, split: str) -> tuple[Task, ...]:
+        """The tasks of a source; its env, tag and reward are filled in, and ids start with the tag.
+
+        Raises: ValueError for a split its environment does not have.
+        """
+        if (tag, split) not in self._tasks:
+            raise ValueError(
+                f"tag {tag!r} has no split {split!r}; use one of {', '.join(self.splits(tag))}"
+            )
+        return self._tasks[tag, split]
+
+    async def _prepare(self) -> None:
+        self.spawn()
+        for worker in self._workers.values():
+            worker.attach(on_death=lambda worker: None)
+        try:
+            for worker in self._workers.values():
+                await worker.ready()
+            first = next(iter(self._workers.values()))
+            self._offers = first.offers
+            for tag in self._tags:
+                for split in self.splits(tag):
+                    self._tasks[tag, split] = await self._fetch_tasks(first, tag, split)
+        except WorkerFault as fault:
+            await self.close()
+            raise self.charge(fault) from None
+        for worker in self._workers.values():
+            worker.detach()
+
+    async def _fetch_tasks(self, worker: WorkerProcess, tag: str, split: str) -> tuple[Task, ...]:
+        tasks: list[Task] = []
+        while True:
+            owner = f"tag {tag!r} split {split!r}"
+            part = await worker.call(
+                "tasks", owner, self._start_limit, tag=tag, split=split, start=len(tasks)
+            )
+            tasks += [wire.task_from_wire(task) for task in part["tasks"]]
+            if len(tasks) >= part["size"]:
+                return tuple(tasks)
+
+    # --- on the loop --------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Environments that may live at once."""
+        return self.settings.env_workers * self.settings.envs_per_worker
+
+    @property
+    def num_live(self) -> int:
+        return sum(worker.num_live for worker in self._workers.values())
+
+    def waits_for(self) -> list[str]:
+        """What each busy worker works at, for status lines."""
+        return [worker.waits_for for worker in self._workers.values() if worker.waits_for]
+
+    async def start(self) -> None:
+        """Take the prepared workers onto the running loop. Raises EnvError, as prepare(), if not prepared before."""
+        if not self._offers:
+            await self._prepare()
+        for worker in self._workers.values():
+            worker.attach(self._died)
+            if self._log_dir is not None:
+                worker.log.open(self._log_dir)
+
+    async def open(self, task: Task, uid: str, seed: int) -> EnvHandle:
+        """A place for an episode of `task`, in the worker with the fewest; waits for one if all are taken.
+
+        seed: of reset(). Raises: EnvError env_full after start_timeout_s; env_budget once `failed` is set.
+        """
+        try:
+            async with asyncio.timeout(self._start_limit.seconds):
+                while True:
+                    if self.failed is not None:
+                        raise EnvError(self.failed.kind, self.failed.detail)
+                    worker = self._emptiest()
+                    if worker is not None:
+                        break
+                    self._place_free.clear()
+                    await self._place_free.wait()
+        except TimeoutError:
+            raise EnvError(
+                "env_full",
+                f"no place for {uid} within {self._start_limit.setting}={self._start_limit.seconds:g}: {self.num_live} "
+                f"of {self.capacity} environments live; raise rollout.env_workers or envs_per_worker",
+            ) from None
+        self._num_opened += 1
+        worker.num_live += 1
+        return EnvHandle(self, worker, self._num_opened, task, uid, seed)
+
+    async def score(self, name: str, task: Task, view: EpisodeView) -> Reward:
+        """What the scorer says of a closed episode, checked; a status and its detail when it says nothing usable."""
+        workers = [w for n, w in self._workers.items() if n.startswith("reward_") and w.is_usable]
+        if not workers:
+            return failed("error", "no reward worker is running", name)
+        worker = min(workers, key=lambda worker: worker.num_waiting)
+        payload = {"name": name, "task": wire.task_to_wire(task), "view": wire.view_to_wire(view)}
+        try:
+            return wire.reward_from_wire(
+                await worker.call("score", task.id, self._score_limit, **payload)
+            )
+        except WorkerFault as fault:
+            self.counts[f"reward_{fault.kind}"] += 1
+            return failed("timeout" if fault.kind == "env_timeout" else "error", fault.detail, name)
+
+    async def close(self) -> None:
+        """End all processes. Idempotent."""
+        self._is_closed = True
+        for restart in self._restarts.values():
+            restart.cancel()
+        await asyncio.gather(*(worker.close() for worker in self._workers.values()))
+
+    # --- for handles --------------------------------------------------------------------------------------------------
+
+    def charge(self, fault: WorkerFault) -> EnvError:
+        """The typed, counted error of an environment's call."""
+        self.counts[fault.kind] += 1
+        return EnvError(fault.kind, fault.detail)
+
+    def finished(self, worker: WorkerProcess) -> None:
+        """An episode of this worker came to its end: the place works."""
+        self._endings[worker.name] = 0
+
+    def release(self, worker: WorkerProcess) -> None:
+        worker.num_live -= 1
+        self._place_free.set()
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _emptiest(self) -> WorkerProcess | None:
+        usable = [
+            worker
+            for name, worker in self._workers.items()
+            if name.startswith("env_")
+            and worker.is_usable
+            and worker.num_live < self.settings.envs_per_worker
+        ]
+        return min(usable, key=lambda worker: worker.num_live, default=None)
+
+    def _new_worker(self, name: str) -> WorkerProcess:
+        return WorkerProcess(name, self._inits[name], self._start_limit)
+
+    def _died(self, worker: WorkerProcess) -> None:
+        """Replace a worker that ended, unless its place has used up its budget."""
+        if self._is_closed:
+            return
+        name = worker.name
+        self._endings[name] += 1
+        limit = self.settings.max_env_failures
+        if self._endings[name] > limit:
+            self.failed = EnvError(
+                "env_budget",
+                f"worker {name} ended {self._endings[name]} times in a row (rollout.max_env_failures={limit}) without "
+                f"a finished episode; the last: {worker.fault.detail}",
+            )
+            self._place_free.set()
+            return
+        self.counts["restarts"] += 1
+        self._restarts[name] = asyncio.get_running_loop().create_task(self._replace(name))
+
+    async def _replace(self, name: str) -> None:
+        late = self._endings[name] - FREE_RESTARTS - 1
+        if late >= 0:
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2**late, MAX_PAUSE_S))
+        worker = self._workers[name] = self._new_worker(name)
+        worker.attach(self._died)
+        if self._log_dir is not None:
+            worker.log.open(self._log_dir)
+        try:
+            await worker.ready()
+        except WorkerFault:
+            return  # _died has been told, and decides anew
+        self._place_free.set()
+
+
+def _source_to_wire(source: TaskSource) -> dict[str, Any]:
+    return {
+        "tag": source.tag,
+        "env": source.env,
+        "reward": source.reward,
+        "config": _plain(source.config),
+        "target": _target("environment", source.env, ENVS),
+    }
+
+
+def _target(kind: str, name: str, table: Mapping[str, str]) -> str:
+    target = table.get(name, name)
+    if ":" not in target:
+        raise ValueError(
+            f'no {kind} {name!r}; use one of {", ".join(table)} or "package.module:attribute"'
+        )
+    return target
+
+
+def _plain(value: Any) -> Any:
+    """Mappings of any kind as dicts, sequences as lists: what JSON holds."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
