@@ -21,6 +21,7 @@ from typing import Any
 from rl_jax.settings import Settings
 
 NUM_SUGGESTIONS = 3
+MIN_RATIO = 0.6  # of difflib: below, a name only looks alike
 
 
 @cache
@@ -72,17 +73,16 @@ def leaf_keys(cls: type = Settings, prefix: str = "") -> Iterator[str]:
 
 
 def unknown_key(where: str, name: str, siblings: Sequence[str]) -> str:
-    """The error line: the nearest siblings first, then the same or a near name in another section."""
+    """The error line with the nearest keys: a near sibling, then the same name in another section, then a near one."""
     section = f"{where}." if where else ""
-    near = [
-        section + n for n in difflib.get_close_matches(name, siblings, NUM_SUGGESTIONS, cutoff=0.5)
-    ]
-    everywhere = {key: key.rsplit(".", 1)[-1] for key in leaf_keys()}
-    near += [key for key, leaf in everywhere.items() if leaf == name]
-    leaves = difflib.get_close_matches(name, set(everywhere.values()), NUM_SUGGESTIONS, cutoff=0.7)
-    near += [key for key, leaf in everywhere.items() if leaf in leaves]
-    near = list(dict.fromkeys(near))[:NUM_SUGGESTIONS] or [section + n for n in siblings]
-    return f"{section}{name} is not a key; did you mean {', '.join(near)}?"
+    scores: dict[str, float] = {}
+    for key in [*(section + n for n in siblings), *leaf_keys()]:
+        leaf = key.rsplit(".", 1)[-1]
+        near = difflib.SequenceMatcher(None, name, leaf).ratio()
+        scores.setdefault(key, near if leaf in siblings and key == section + leaf else 0.9 * near)
+    best = sorted(scores, key=lambda key: (-scores[key], len(key)))
+    near_ones = [key for key in best if scores[key] >= MIN_RATIO][:NUM_SUGGESTIONS]
+    return f"{section}{name} is not a key; did you mean {', '.join(near_ones or best[:NUM_SUGGESTIONS])}?"
 
 
 def to_tree(settings: Any) -> dict[str, Any]:

@@ -80,6 +80,7 @@ INTERVALS = {
     "algorithm.max_response_tokens": "[0, inf)",
     "algorithm.std_eps": "(0, inf)",
     "warm_start.steps": "[0, inf)",
+    "warm_start.episodes": "[0, inf)",
     "warm_start.batch_episodes": "[1, inf)",
     "warm_start.learning_rate": "(0, inf)",
     "warm_start.skill": "[0, 1]",
@@ -191,16 +192,16 @@ def foreign_packages(root: Path) -> list[str]:
 
 def _repaired(settings: Settings, wrong: Sequence[str]) -> Settings:
     """The settings with a default for each key in error, so that the rules across fields need not guard against it."""
-    defaults = schema.leaves(schema.to_tree(Settings()))
+    defaults = Settings()
     for key in wrong:
         section, _, name = key.rpartition(".")
-        if key in defaults and "[" not in key and section:
+        if not section and hasattr(defaults, name):
+            settings = replace(settings, **{name: getattr(defaults, name)})
+        elif hasattr(getattr(defaults, section, None), name):
             part = replace(
-                getattr(settings, section), **{name: getattr(getattr(Settings(), section), name)}
+                getattr(settings, section), **{name: getattr(getattr(defaults, section), name)}
             )
             settings = replace(settings, **{section: part})
-        elif key in defaults and "[" not in key:
-            settings = replace(settings, **{name: getattr(Settings(), name)})
     return settings
 
 
@@ -223,7 +224,7 @@ def _task_errors(s: Settings) -> list[str]:
         ENVS,
     )  # not above: foreign_packages must be able to say that `envs` is somebody else's
 
-    errors = [] if s.tasks.sources else ["tasks.sources is empty; give at least one source"]
+    errors = [] if s.tasks.sources else ["tasks.sources=() is empty; give at least one source"]
     tags = [source.tag for source in s.tasks.sources]
     for i, source in enumerate(s.tasks.sources):
         where = f"tasks.sources[{i}]"

@@ -1,0 +1,364 @@
+"""config.py, overrides.py, schema.py, validate.py: one line for each thing that is wrong, all at once, without jax."""
+
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rl_jax import schema
+from rl_jax.config import ConfigError, default_config, parse, resolved_python
+from rl_jax.settings import MeshSettings, PoolSettings, RolloutSettings, Settings, TaskSource
+from rl_jax.validate import CHOICES, INTERVALS, NAMES, check, foreign_packages
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def errors_of(*argv):
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    return list(caught.value.errors)
+
+
+def config_file(tmp_path, body, name="experiment.py"):
+    """A config file whose get_config has this body."""
+    head = "from ml_collections import ConfigDict\nfrom ml_collections.config_dict import required_placeholder\n"
+    head += "from rl_jax.config import default_config\nfrom rl_jax.overrides import REQUIRED\n\n"
+    path = tmp_path / name
+    path.write_text(head + textwrap.dedent(body))
+    return f"--config={path}"
+
+
+ONE_DEVICE = """
+    def get_config():
+        config = default_config()
+        {}
+        return config
+"""
+
+
+# --- every bad config raises its line ------------------------------------------------------------------------------
+
+BAD = [
+    # spelling and shape of the command line
+    ("--config.learner.learning_rat=1", "learner.learning_rat is not a key; did you mean learner.learning_rate"),
+    ("--config.learning_rate=1", "learning_rate is not a key; did you mean learner.learning_rate, warm_start"),
+    ("--config.lerner.remat=1", "lerner is not a key; did you mean learner"),
+    ("--confg.steps=3", "unknown flag --confg.steps; did you mean --config.steps=3?"),
+    ("--steps=3", "unknown flag --steps; did you mean --config.steps=3, --config.warm_start.steps=3?"),
+    ("--moed=eval", "unknown flag --moed; did you mean --mode=eval?"),
+    ("steps=3", "stray word 'steps=3'; did you mean --config.steps=3?"),
+    ("train", "stray word 'train'"),
+    ("--mode=serve", "--mode=serve is not one of train, eval, rollout_only, train_only"),
+    ("--resume=yes", "--resume=yes is neither auto, never, strict, a step, nor a directory"),
+    ("--config=none.py", "no config file none.py; configs holds: quickstart"),
+    ("--mesh=none", "no config file none; mesh_configs holds: colocated_8, h100_8, one_device, split_8"),
+    ("--config.learner=3", "--config.learner is a section; set one of its keys: learning_rate"),
+    ("--config.tasks.sources=3", "--config.tasks.sources is a section"),
+    ("--config.tasks.sources.tag=x", "tasks.sources is a list; write --config.tasks.sources[0].tag"),
+    ("--config.tasks.sources[9].tag=x", "tasks.sources has 2 elements, counted from 0"),
+    ("--config.steps.a=3", "--config.steps.a: steps is a value, not a section"),
+    ("--config.engine.chunk_sizes[0]=3", "engine.chunk_sizes is set whole: --config.engine.chunk_sizes=a,b"),
+    ("--config.steps", "--config.steps needs a value: --config.steps=..."),
+    ("--progress=fancy", "metrics.progress=fancy is not one of auto, plain, json, none"),
+    # type and range
+    ("--config.steps=2.5", "steps=2.5 must be an int"),
+    ("--config.steps=1e3", "steps=1000.0 must be an int; write 1000"),
+    ("--config.steps=-5", "steps=-5 must be at least 0"),
+    ("--config.steps=True", "steps=True must be an int"),
+    ("--config.learner.learning_rate=nan", "learner.learning_rate=nan must be a finite number"),
+    ("--config.learner.learning_rate=inf", "learner.learning_rate=inf must be a finite number"),
+    ("--config.learner.learning_rate=fast", "learner.learning_rate='fast' must be a float"),
+    ("--config.learner.learning_rate=0", "learner.learning_rate=0.0 must be above 0"),
+    ("--config.model.qk_norm=2", "model.qk_norm=2 must be true or false"),
+    ("--config.warm_start.skill=1.5", "warm_start.skill=1.5 must be in [0, 1]"),
+    ("--config.serve.queue_size=0", "serve.queue_size=0 must be at least 1"),
+    ("--config.seed=9999999999999999999", "seed=9999999999999999999 must be in [0, 9223372036854775807]"),
+    ("--config.run_id=a/b", "run_id='a/b' must be letters, digits"),
+    # names
+    ("--config.algorithm.name=gropo", "algorithm.name=gropo is unknown; use grpo"),
+    ("--config.model.family=mamba", "model.family=mamba is unknown; use decoder"),
+    ("--config.model.tokenizer=bpe", "model.tokenizer=bpe is unknown; use byte"),
+    ("--config.rollout.scheduler=lifo", "rollout.scheduler=lifo is unknown; use trajectory"),
+    ("--config.tasks.sources[0].env=frozenlake", "tasks.sources[0].env=frozenlake is unknown; use frozen_lake"),
+    ("--config.algorithm.name=my.module:", 'is not of the form "package.module:attribute"'),
+    ("--config.algorithm.name=no_such_pkg.m:C", "there is no package no_such_pkg"),
+    ("--config.model.dtype=fp8", "model.dtype=fp8 is not one of float32, bfloat16"),
+    ("--config.weights.kv=drop", "weights.kv=drop is not one of recompute, keep"),
+    ("--config.cluster.backend=ray", "cluster.backend=ray is not one of inproc"),
+    ("--config.rollout.short_group_stale=survivors", "rollout.short_group_stale=survivors is not one of drop"),
+    # together
+    ("--config.tasks.sources[1].tag=frozen_lake", "tasks.sources[1].tag=frozen_lake is also the tag of another"),
+    ("--config.rollout.top_p=0.9", "rollout.top_p=0.9 is refused for training"),
+    ("--config.rollout.top_k=5", "rollout.top_k=5 is refused for training"),
+    ("--config.rollout.temperature=0", "rollout.temperature=0 is greedy"),
+    ("--config.rollout.group_size=1", "rollout.group_size=1: grpo compares the episodes of one task"),
+    ("--config.rollout.batch_groups=7", "rollout.batch_groups=7 does not divide into 2 tags"),
+    ("--config.rollout.max_new_tokens=100000", "leaves no room for a prompt in engine.context="),
+    ("--config.learner.row_tokens=8", "learner.row_tokens=8 is below engine.context="),
+    ("--config.engine.chunk_sizes=512,64", "engine.chunk_sizes=(512, 64) must be positive and ascending"),
+    ("--config.model.num_kv_heads=3", "model.num_kv_heads=3 does not divide num_heads=4; use one of [1, 2, 4]"),
+    ("--config.model.head_dim=7", "model.head_dim=7 is odd"),
+    ("--config.algorithm.max_response_tokens=64", "is read only by aggregation seq-mean-token-sum-norm"),
+    ("--config.rollout.replay_dir=x", "is read only by --mode=train_only, not by --mode=train"),
+    ("--mode=train_only", "rollout.replay_dir is empty"),
+    ("--config.cluster.address=h:1", "cluster.address=h:1 is not used by backend inproc"),
+    ("--config.mesh.pools[0].tags=chess", "mesh.pools[0].tags has 'chess', which no task source has"),
+    # meshes
+    ("--config.mesh.pools[0].kind=trian", "kind='trian' is unknown; use one of prefill, decode, train, colocated"),
+    ("--config.mesh.pools[0].devices=3", "2 replica(s) x axes"),
+    ("--config.mesh.pools[1].axes.tensor=3", "need 6 device(s) but it has 2"),
+    ("--mesh=split_8:train3", "cannot train on '3' devices"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word, line", BAD, ids=[word for word, _ in BAD])
+def test_bad_config_raises_its_line(word, line):
+    errors = errors_of(word)
+    assert any(line in error for error in errors), errors
+    assert all("\n" not in error for error in errors)
+    assert len(errors) <= (4 if word.startswith("--config.mesh") else 2), errors
+
+
+def test_all_errors_at_once_and_each_once():
+    errors = errors_of(
+        "--config.learner.learning_rat=1", "--config.engine.slots=-5", "steps=3", "--config.steps=nan",
+        "--config.rollout.batch_groups=7", "--config.rollout.batch_groups=9", "--config.algorithm.name=x",
+    )  # fmt: skip
+    starts = [error.split("=")[0].split(" ")[0] for error in errors]
+    assert sorted(starts) == sorted(
+        [
+            "stray",
+            "learner.learning_rat",
+            "steps",
+            "engine.slots",
+            "algorithm.name",
+            "rollout.batch_groups",
+        ]
+    )
+
+
+def test_unknown_key_answers_in_a_second_without_jax():
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from rl_jax import config\n"
+         "try: config.parse(['--config.learner.learning_rat=1'])\n"
+         "except config.ConfigError as e: print(e)\n"
+         "print([m for m in ('jax', 'flax', 'grain', 'orbax', 'gymnasium') if m in sys.modules])"],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+    )  # fmt: skip
+    seconds = time.monotonic() - start
+    assert done.stdout.splitlines() == [
+        "learner.learning_rat is not a key; did you mean learner.learning_rate, warm_start.learning_rate?",
+        "[]",
+    ]
+    assert seconds < 3.0, "about 0.6 s on an idle machine; the bound is for a busy one"
+
+
+# --- what is accepted ----------------------------------------------------------------------------------------------
+
+
+def test_no_words_is_the_quickstart():
+    parsed = parse([])
+    assert parsed.options.config_file == "rl_jax/configs/quickstart.py"
+    assert parsed.options.mode == "train" and parsed.options.resume == "auto"
+    assert [s.tag for s in parsed.settings.tasks.sources] == ["frozen_lake", "chain_sum"]
+    assert check(parsed.settings) == []
+
+
+def test_order_of_words_does_not_matter(tmp_path):
+    file = config_file(tmp_path, ONE_DEVICE.format("config.steps = 7"))
+    for words in (
+        [file, "--config.seed=3"],
+        ["--config.seed=3", file],
+        ["--config.seed", "3", file],
+    ):
+        settings = parse(words).settings
+        assert (settings.steps, settings.seed) == (7, 3)
+
+
+def test_flags_of_launch():
+    options = parse(["--dry-run", "--run-dir", "runs/x", "--resume=7", "--mode=eval"]).options
+    assert (options.dry_run, options.run_dir, options.resume, options.mode) == (
+        True,
+        "runs/x",
+        "7",
+        "eval",
+    )
+    assert parse(["--dry_run=false", "--progress=json"]).settings.metrics.progress == "json"
+
+
+def test_help_prints_the_usage_and_exits_zero(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(["--help"])
+    assert caught.value.code == 0
+    assert "--config.a.b=value" in capsys.readouterr().out
+
+
+def test_override_reaches_free_mappings_lists_and_tuples():
+    settings = parse([
+        "--config.tasks.sources[0].config.num_maps=32", "--config.engine.chunk_sizes=32,128", "--config.model.qk_norm",
+        "--config.learner.learning_rate=1", "--config.mesh.pools[0].devices=(0,1)",
+        "--config.mesh.pools[1].tags=chain_sum",
+        "--config.tasks.sources[1].config.extra={'a': [1, 2]}", "--config.algorithm.overlong_filter=true",
+    ]).settings  # fmt: skip
+    assert settings.tasks.sources[0].config["num_maps"] == 32
+    assert settings.tasks.sources[1].config["extra"] == {"a": (1, 2)}
+    assert settings.engine.chunk_sizes == (32, 128)
+    assert settings.model.qk_norm is True and settings.algorithm.overlong_filter is True
+    assert settings.learner.learning_rate == 1.0 and isinstance(
+        settings.learner.learning_rate, float
+    )
+    assert settings.mesh.pools[0].devices == (0, 1) and settings.mesh.pools[1].tags == (
+        "chain_sum",
+    )
+
+
+def test_references_follow_an_override(tmp_path):
+    file = config_file(
+        tmp_path,
+        ONE_DEVICE.format("config.steps = 10; config.eval.every = config.get_ref('steps') // 2"),
+    )
+    assert parse([file]).settings.eval.every == 5
+    assert parse([file, "--config.steps=40"]).settings.eval.every == 20
+    assert parse([file, "--config.eval.every=3", "--config.steps=40"]).settings.eval.every == 3
+
+
+def test_partial_config_takes_the_defaults(tmp_path):
+    file = config_file(
+        tmp_path, "def get_config():\n    return ConfigDict({'steps': 3, 'engine': {'slots': 4}})"
+    )
+    assert parse([file]).settings == replace(
+        Settings(), steps=3, engine=replace(Settings().engine, slots=4)
+    )
+    overridden = parse(
+        [file, "--config.learner.remat=true", "--config.tasks.sources[0].config.size=8"]
+    ).settings
+    assert overridden.learner.remat and overridden.tasks.sources[0].config == {"size": 8}
+
+
+def test_mesh_flag_replaces_the_mesh():
+    assert parse(["--mesh=one_device"]).settings.mesh == MeshSettings()
+    train = parse(["--mesh=mesh_configs/split_8.py:train2"]).settings.mesh.pools[2]
+    assert (train.devices, dict(train.axes)) == (2, {"fsdp": 2})
+
+
+def test_mesh_rules_may_stand_in_one_mapping(tmp_path):
+    rules = "{'train': (('mlp', 'tensor'),), 'serve': ()}"
+    body = f"def get_config():\n    return ConfigDict({{'pools': [{{}}], 'rules': {rules}}})"
+    config_file(tmp_path, body, "mesh.py")
+    settings = parse([f"--mesh={tmp_path}/mesh.py"]).settings
+    assert settings.mesh.rules_train == (("mlp", "tensor"),)
+    assert settings.mesh.pools == (PoolSettings(),)
+
+
+def test_argument_selects_the_structure(tmp_path):
+    file = config_file(tmp_path, """
+        def get_config(size="small"):
+            config = default_config()
+            config.model.num_layers = {"small": 1, "big": 3}[size]
+            return config
+    """)  # fmt: skip
+    assert parse([file]).settings.model.num_layers == 1
+    assert parse([file + ":big"]).settings.model.num_layers == 3
+    assert "experiment.py:9: KeyError: 'huge'" in errors_of(file + ":huge")[0]
+
+
+@pytest.mark.parametrize(
+    "body, line",
+    [
+        ("def get_config():\n    return {}", "get_config() returned a dict; it must return a ConfigDict"),
+        ("x = 1", "it has no get_config() function"),
+        ("def get_config():\n    return 1 +", "experiment.py:7: SyntaxError: invalid syntax"),
+        ("def get_config():\n    return undefined", "experiment.py:7: NameError: name 'undefined' is not defined"),
+        (ONE_DEVICE.format("config.learner.learning_rat = 1"), 'AttributeError: Key "learning_rat" does not exist'),
+        (ONE_DEVICE.format("config.steps = 'many'"), "steps='many' must be an int"),
+        (ONE_DEVICE.format("config.steps = None"), "steps=None must be an int"),
+        (ONE_DEVICE.format("config.learner = 3"), "learner=3 must be a section with keys learning_rate"),
+        (ONE_DEVICE.format("config.tasks.sources[0].tga = 'x'"), "tasks.sources[0].tga is not a key; did you mean"),
+        (ONE_DEVICE.format("config.tasks.sources[0].config.f = print"), "config.f=<built-in function print> is a"),
+        (ONE_DEVICE.format("config.tasks.sources = []"), "tasks.sources=() is empty"),
+    ],
+)  # fmt: skip
+def test_bad_config_file_is_one_line(tmp_path, body, line):
+    errors = errors_of(config_file(tmp_path, body))
+    assert len(errors) == 1 and line in errors[0], errors
+
+
+@pytest.mark.parametrize("value", ["REQUIRED", "required_placeholder(int)"])
+def test_required_value_is_asked_for_and_can_be_given(tmp_path, value):
+    file = config_file(tmp_path, ONE_DEVICE.format(f"config.steps = {value}"))
+    assert errors_of(file) == ["steps is required; give it with --config.steps=..."]
+    assert parse([file, "--config.steps=5"]).settings.steps == 5
+
+
+def test_sampling_limits_hold_for_training_only():
+    settings = replace(Settings(), rollout=RolloutSettings(top_p=0.5, temperature=0.0))
+    assert len(check(settings, "train")) == 2
+    assert check(settings, "eval") == []
+
+
+def test_plugin_names_are_accepted_without_importing_them():
+    source = TaskSource(tag="chess", env="json.tool:Chess", reward="json.tool:score")
+    settings = replace(Settings(), tasks=replace(Settings().tasks, sources=(source,)))
+    assert check(settings) == []
+
+
+# --- forms and structure -------------------------------------------------------------------------------------------
+
+
+def test_default_config_is_the_dataclasses_defaults_and_locked():
+    config = default_config()
+    assert config.learner.learning_rate == Settings().learner.learning_rate
+    with pytest.raises(AttributeError):
+        config.learner.learning_rat = 1.0
+    config.tasks.sources[0].config.anything = 1  # an environment's own keys
+
+
+def test_resolved_python_gives_the_same_settings(tmp_path):
+    settings = parse(
+        [
+            "--config.seed=5",
+            "--config.tasks.sources[0].config.num_maps=9",
+            "--config.engine.chunk_sizes=8,9",
+        ]
+    ).settings
+    (tmp_path / "config.resolved.py").write_text(resolved_python(settings))
+    assert parse([f"--config={tmp_path}/config.resolved.py"]).settings == settings
+
+
+def test_settings_survive_the_way_through_a_tree():
+    settings, errors = parse([]).settings, []
+    assert schema.build(Settings, schema.to_tree(settings), "", errors) == settings
+    assert errors == []
+
+
+def test_every_setting_has_a_rule():
+    """A number has an interval, a word a choice or a table; the rest is listed here with the reason."""
+    elsewhere = {
+        "run_id",  # a pattern
+        "engine.chunk_sizes",  # ascending
+        "rollout.replay_dir",  # by mode
+        "cluster.address",  # by backend
+        "mesh.name",  # free
+    }
+    keys = {
+        k
+        for k in schema.leaf_keys()
+        if not k.startswith(("mesh.pools", "mesh.rules", "tasks.sources"))
+    }
+    booleans = {k for k in keys if isinstance(schema.leaves(schema.to_tree(Settings()))[k], bool)}
+    assert keys - booleans - set(INTERVALS) - set(CHOICES) - set(NAMES) - elsewhere == set()
+    assert {*INTERVALS, *CHOICES, *NAMES} <= keys
+
+
+def test_foreign_package_of_the_same_name_is_told_with_both_paths(tmp_path, monkeypatch):
+    assert foreign_packages(ROOT) == []
+    for name in ("rl_jax", "kernels", "envs", "mesh_configs"):
+        (tmp_path / name).mkdir()
+    errors = foreign_packages(tmp_path)
+    assert len(errors) == 4
+    assert f"package envs comes from {ROOT / 'envs'}, not from {tmp_path / 'envs'}" in errors[2]
