@@ -372,17 +372,22 @@ class SyncResult:
     num_bytes: int
     stage_s: float
     pause_s: float  # longest pause of any server
+    detail: str = ""  # what failed, server by server; "" if PUBLISHED
 
 
 class SyncTarget(Protocol):
     """A prefill or decode server as weights/ sees it; every call is idempotent under its sync_id."""
 
     name: str
+    kind: str  # prefill | decode
+    mesh: Any  # jax.sharding.Mesh
+    param_shardings: Mapping[str, Any]  # name -> NamedSharding on mesh; staged arrays come so
 
     def stage(self, sync_id: str, version: int, bucket: int, arrays: Mapping[str, Any]) -> None: ...
     def digest(self, sync_id: str) -> Digest: ...
     def commit(self, sync_id: str, kv: str, deadline_s: float) -> Ack: ...
     def discard(self, sync_id: str) -> None: ...
+    def fence(self, reason: str) -> None: ...  # it missed a version: take no new work; never blocks
 
 
 # --- environments and rewards --------------------------------------------------------------------------------------
