@@ -11,7 +11,6 @@ Params with theirs. 4 `logits` turns hidden states into float32 logits.
 Must not: know meshes, KV storage or sampling; use nnx.jit (it costs a traversal of the module on every call).
 """
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from rl_jax.models import layers
 from rl_jax.models.attention import Attend
+from rl_jax.models.normals import normals
 from rl_jax.settings import ModelSettings
 
 Params = dict[str, jax.Array]
@@ -48,16 +48,14 @@ class Model:
 
     def init(self, key: jax.Array) -> Params:
         """Fresh Params in param_dtype from one key; jit it with out_shardings to make them where they live."""
-
-        def draw(name: str) -> jax.Array:
-            shape, dtype = self.abstract[name].shape, self.abstract[name].dtype
+        shapes = {n: self.abstract[n].shape for n, (_, std) in self.initial.items() if std > 0}
+        drawn = normals(key, shapes)
+        params = {}
+        for name, spec in self.abstract.items():
             mean, std = self.initial[name]
-            if std == 0.0:
-                return jnp.full(shape, mean, dtype)
-            name_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            return (mean + std * jax.random.normal(name_key, shape, jnp.float32)).astype(dtype)
-
-        return {name: draw(name) for name in self.abstract}
+            values = mean + std * drawn[name] if name in drawn else jnp.full(spec.shape, mean)
+            params[name] = values.astype(spec.dtype)
+        return params
 
     def cast(self, params: Mapping[str, jax.Array], dtype: Any) -> Params:
         """Params in another dtype: a served copy is cast once, when it is made."""
