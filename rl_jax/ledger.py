@@ -1,17 +1,17 @@
-"""The episode ledger: one JSON line for every state that an attempt at an episode enters, and the law that none is lost.
+"""The episode ledger: one JSON line for every state an attempt at an episode enters, and the law that none is lost.
 
 Owns: ledger.jsonl of a run (sole writer) and the current state of every attempt (uid, attempt).
 Invariants: only the transitions of NEXT happen; E1 issued = in flight + trained + dropped + errored + cancelled +
-evaluated + void, by attempt; E3 a uid is TRAINED at most once over the surviving history; every lost attempt has a reason.
+evaluated + void, by attempt; E3 a uid is TRAINED at most once over the surviving history; what is lost has a reason.
 Life of an attempt:
 1. ISSUED when the scheduler starts it, RUNNING when its environment was reset.
 2. COMPLETED or TRUNCATED after scoring, with the trajectory's sha256; or ERRORED or CANCELLED, both final.
 3. TRAINED (with the step, after the learner's step returned), DROPPED or EVALUATED: final.
-4. A resume from step s appends VOID: what was TRAINED after s, and every attempt that had not ended, counts as void; the
-   episode is issued again as the next attempt.
-Opening an existing file replays it; a torn last line (the process died while writing) was never acknowledged and is cut.
-`flush` makes all earlier records durable; the buffer flushes before it hands a batch on, the driver before the next step.
-Thread-safe: the rollout's thread and the driver's both write. fsync happens outside the lock, so no writer waits for a disk.
+4. A resume from step s appends VOID: what was TRAINED after s, and every attempt that had not ended, counts as void;
+   the episode is issued again as the next attempt.
+Opening an existing file replays it; a torn last line (the process died in it) was never acknowledged and is cut.
+`flush` makes earlier records durable; the buffer flushes before it hands a batch on, and when the batch was trained.
+Thread-safe: the rollout's thread and the driver's both write. fsync is outside the lock: no writer waits for a disk.
 """
 
 import json
@@ -154,9 +154,9 @@ class Ledger:
             )
             counts = ", ".join(f"{state} {n}" for state, n in sorted(self._counts.items()) if n)
             raise LedgerError(
-                f"{self.path}: {self._issued} attempts issued, {ended} ended and {len(self._open)} open, but the rollout"
-                f" holds {in_flight}; by state: {counts}; oldest open: {oldest or 'none'}. An episode was lost or"
-                " counted twice: keep the run directory and report it"
+                f"{self.path}: {self._issued} attempts issued, {ended} ended and {len(self._open)} open, but the"
+                f" rollout holds {in_flight}; by state: {counts}; oldest open: {oldest or 'none'}. An episode was lost"
+                " or counted twice: keep the run directory and report it"
             )
 
     def next_attempt(self, uid: str) -> int:

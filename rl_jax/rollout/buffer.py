@@ -1,0 +1,348 @@
+"""The sample buffer: complete groups that wait for the driver, and those it took and has not consumed yet.
+
+Owns: every group between its completion and the publication of the version that its step makes. Thread-safe: the
+rollout's thread puts, sweeps and releases; the driver's thread takes.
+Invariants:
+- bound: a group handed out for step s is at most max_staleness versions older than s - 1, by its oldest trained token.
+  Groups that grew too old are dropped at every version bump (sweep) and again at take.
+- a batch holds equal groups of each tag, oldest version first, and comes out sorted by (epoch, index): at max_staleness
+  0 it does not depend on which episode was quicker.
+- no group leaves silently: it is consumed, or DROPPED in the ledger with its reason, and counted.
+- what leaves has the sha256 that the ledger got with its COMPLETED record, and that record is on disk.
+Life of a group: 1 put. 2 take(step) moves it to `taken`; what the algorithm does not select is dropped and replaced.
+3 consumed(step): its members are TRAINED. 4 release(version): the step's version is published, the group is gone.
+A taken group still counts as issued and not consumed; that is what holds admission at max_staleness 0.
+take waits without end only while episodes make progress: `beat` is called for every turn; none for take_timeout_s
+raises TakeTimeout with the status line, a failed rollout raises its error at once.
+Must not: know how groups are made, or hold its lock while anything but memory is touched.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rl_jax.ledger import EpisodeRef, Ledger, LedgerError
+from rl_jax.rollout.traces import trajectory_sha256
+from rl_jax.settings import RolloutSettings
+from rl_jax.types import Group, Trajectory
+
+Select = Callable[[Sequence[Group]], tuple[list[Group], list[tuple[str, str]]]]
+POLL_S = 0.5  # how soon take notices should_stop
+MAX_SELECT_ROUNDS = 100  # batches in a row of which the algorithm selected nothing
+
+
+class TakeTimeout(RuntimeError):
+    """No batch, and no episode made progress for take_timeout_s."""
+
+
+class TakeInterrupted(RuntimeError):
+    """should_stop() became true while the driver waited for a batch."""
+
+
+class SelectionEmpty(RuntimeError):
+    """The algorithm selected nothing of MAX_SELECT_ROUNDS batches in a row."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    group: Group
+    oldest_version: int
+    seq: int  # order of completion
+
+
+class SampleBuffer:
+    """See the module. `tags`: of the task sources; a batch holds batch_groups / len(tags) groups of each."""
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        ledger: Ledger,
+        tags: Sequence[str],
+        status: Callable[[], str] = lambda: "",
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if settings.batch_groups % len(tags):
+            raise ValueError(
+                f"rollout.batch_groups={settings.batch_groups} is not divisible by the {len(tags)} tags"
+                f" {', '.join(tags)}, which take equal shares of a batch; use"
+                f" {-(-settings.batch_groups // len(tags)) * len(tags)}"
+            )
+        self.tags = tuple(tags)
+        self._settings, self._ledger = settings, ledger
+        self.status = status  # what episodes do now; the rollout puts its own here
+        # Told of a group that take() dropped, on the driver's thread.
+        self.on_drop: Callable[[Group, str], None] = lambda group, reason: None
+        self._clock = clock
+        self._change = threading.Condition()
+        self._entries: list[Entry] = []
+        self._taken: dict[
+            int, list[Group]
+        ] = {}  # step -> groups, until the step's version is published
+        self._trained: set[int] = set()  # steps of `taken` whose groups are TRAINED
+        self._seq = 0
+        self._beat_s = clock()
+        self._error: BaseException | None = None
+        self._drops: Counter[str] = Counter()  # episodes by the reason's first word
+        self._version = 0
+
+    @property
+    def share(self) -> int:
+        """Groups of each tag in a batch."""
+        return self._settings.batch_groups // len(self.tags)
+
+    @property
+    def limit(self) -> int:
+        """Groups it may hold, taken ones included."""
+        return (1 + self._settings.max_staleness) * self._settings.batch_groups
+
+    # --- the rollout's side -----------------------------------------------------------------------------------------
+
+    def put(self, group: Group) -> bool:
+        """Add a complete group. False if it was dropped: too old already, or beyond the limit."""
+        reason = None
+        with self._change:
+            oldest = group.oldest_version
+            if self._version - oldest > self._settings.max_staleness:
+                reason = "stale"
+            elif len(self._entries) + self.num_taken >= self.limit:
+                reason = "buffer_full"  # a scheduler that issues more than the bound admits
+            else:
+                self._entries.append(Entry(group, oldest, self._seq))
+                self._seq += 1
+                self._change.notify_all()
+            self._beat_s = self._clock()
+        if reason:
+            self._drop(group, reason, notify=False)
+        return reason is None
+
+    def beat(self) -> None:
+        """An episode made progress."""
+        self._beat_s = self._clock()  # one assignment: no lock needed
+
+    def sweep(self, version: int) -> list[Group]:
+        """`version` was published: drop what no later step may consume. Returns the dropped groups."""
+        with self._change:
+            self._version = max(self._version, version)
+            stale = self._pop_stale(self._version)
+        for group in stale:
+            self._drop(group, "stale", notify=False)
+        return stale
+
+    def release(self, version: int) -> None:
+        """The groups of steps up to `version` are consumed."""
+        with self._change:
+            done = [step for step in self._taken if step <= version]
+            untrained = [s for s in done if s not in self._trained and self._taken[s]]
+            if untrained:
+                raise LedgerError(
+                    f"version {version} was published, but consumed() was never called for step {untrained[0]}"
+                )
+            for step in done:
+                del self._taken[step]
+                self._trained.discard(step)
+
+    def fail(self, error: BaseException) -> None:
+        """Every take() from now on raises `error`."""
+        with self._change:
+            self._error = error
+            self._change.notify_all()
+
+    def clear(self, reason: str) -> None:
+        """The run ends: drop what waits and what was taken and not trained."""
+        with self._change:
+            groups = [entry.group for entry in self._entries]
+            self._entries = []
+            for step, taken in self._taken.items():
+                groups += taken if step not in self._trained else []
+            self._taken = {}
+        for group in groups:
+            self._drop(group, reason, notify=False)
+
+    def snapshot(self) -> tuple[Group, ...]:
+        """Groups issued and not consumed that are complete: those waiting, oldest first, then those taken."""
+        with self._change:
+            waiting = [
+                e.group for e in sorted(self._entries, key=lambda e: (e.oldest_version, e.seq))
+            ]
+            return (*waiting, *(group for groups in self._taken.values() for group in groups))
+
+    def held(self) -> dict[str, int]:
+        """Groups waiting or taken, by tag."""
+        with self._change:
+            held = Counter(entry.group.tag for entry in self._entries)
+            for groups in self._taken.values():
+                held.update(group.tag for group in groups)
+            return dict(held)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_taken(self) -> int:
+        return sum(len(groups) for groups in self._taken.values())
+
+    def num_open_episodes(self) -> int:
+        """Episodes it holds that have no terminal record yet: its part of the ledger's in_flight."""
+        with self._change:
+            groups = [entry.group for entry in self._entries]
+            for step, taken in self._taken.items():
+                groups += taken if step not in self._trained else []
+            return sum(len(group.trajectories) for group in groups)
+
+    def drops(self) -> dict[str, int]:
+        """Episodes dropped so far, by the first word of the reason: stale, filtered, buffer_full, run_end."""
+        return dict(self._drops)
+
+    # --- the driver's side ------------------------------------------------------------------------------------------
+
+    def take(
+        self,
+        step: int,
+        timeout_s: float | None = None,
+        select: Select | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> list[Group]:
+        """The batch of `step`, whose consuming version is step - 1; waits for it.
+
+        Args:    timeout_s: without progress; None = take_timeout_s.  select: Algorithm.select; what it drops is
+                 replaced, so it may be asked again, about the replacements only.
+        Returns: batch_groups groups, sorted by (epoch, index).
+        Raises:  TakeTimeout, TakeInterrupted, SelectionEmpty, LedgerError (a sha256 changed), or the rollout's error.
+        """
+        timeout_s = self._settings.take_timeout_s if timeout_s is None else timeout_s
+        with self._change:
+            taken = self._taken.setdefault(step, [])
+            self._beat_s = self._clock()
+        empty_rounds = 0
+        while missing := self._missing(taken):
+            groups = self._wait(step, missing, timeout_s, should_stop)
+            for group in groups:
+                for trajectory in group.trajectories:
+                    self._check_sha256(trajectory)
+            if select is None:
+                continue
+            kept, dropped = select(groups)
+            self._apply_selection(step, groups, kept, dropped)
+            empty_rounds = 0 if kept else empty_rounds + 1
+            if empty_rounds >= MAX_SELECT_ROUNDS:
+                raise SelectionEmpty(
+                    f"step {step}: the algorithm selected no group of {empty_rounds} batches in a row (last reason:"
+                    f" {dropped[-1][1]}); the rewards of a group may all be equal: check the task's difficulty"
+                )
+        self._ledger.flush()
+        with self._change:
+            taken.sort(key=lambda group: (group.epoch, group.index, group.uid))
+            return list(taken)
+
+    def consumed(self, step: int, groups: Sequence[Group]) -> None:
+        """learner.step(step) returned: its groups are TRAINED, durably when this returns."""
+        with self._change:
+            if [g.uid for g in self._taken.get(step, [])] != [g.uid for g in groups]:
+                raise LedgerError(
+                    f"consumed(step={step}) names other groups than take(step={step}) gave"
+                )
+            self._trained.add(step)
+        for group in groups:
+            for trajectory in group.trajectories:
+                self._ledger.write(ref_of(trajectory), "TRAINED", step=step)
+        self._ledger.flush()
+
+    def discard(self, step: int, reason: str) -> None:
+        """The groups of `step` are used otherwise than by training: DROPPED with `reason`, and the step is consumed."""
+        with self._change:
+            groups = list(self._taken.get(step, []))
+            self._trained.add(step)
+        for group in groups:
+            self._drop(group, reason, notify=False)
+        self._ledger.flush()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _missing(self, taken: Sequence[Group]) -> dict[str, int]:
+        have = Counter(group.tag for group in taken)
+        return {tag: self.share - have[tag] for tag in self.tags if have[tag] < self.share}
+
+    def _wait(self, step, missing, timeout_s, should_stop) -> list[Group]:
+        """Wait until every tag has what it misses, then move that to taken[step]."""
+        while True:
+            with self._change:
+                if self._error is not None:
+                    raise self._error
+                stale = self._pop_stale(step - 1)
+                found = self._pop(missing, step)
+                left_s = self._beat_s + timeout_s - self._clock()
+                stopped = should_stop()
+                waits = found is None and not stale and left_s > 0 and not stopped
+                if waits:
+                    self._change.wait(min(POLL_S, left_s))
+            for group in stale:
+                self._drop(group, "stale")
+            if found is not None:
+                return found
+            if stale or waits:
+                continue
+            wanted = ", ".join(f"{num} of {tag}" for tag, num in missing.items())
+            text = f"step {step} waits for groups: {wanted}; {self.status()}"
+            if stopped:
+                raise TakeInterrupted(text)
+            raise TakeTimeout(f"no episode progress for {timeout_s:g} s; {text}")
+
+    def _pop(self, missing: dict[str, int], step: int) -> list[Group] | None:
+        """Oldest first; None while any tag has too few."""
+        found: list[Entry] = []
+        for tag, num in missing.items():
+            of_tag = [entry for entry in self._entries if entry.group.tag == tag]
+            if len(of_tag) < num:
+                return None
+            found += sorted(of_tag, key=lambda entry: (entry.oldest_version, entry.seq))[:num]
+        seqs = {entry.seq for entry in found}
+        self._entries = [entry for entry in self._entries if entry.seq not in seqs]
+        groups = [entry.group for entry in found]
+        groups.sort(key=lambda group: (group.epoch, group.index, group.uid))
+        self._taken[step] += groups
+        return groups
+
+    def _pop_stale(self, version: int) -> list[Group]:
+        oldest_allowed = version - self._settings.max_staleness
+        stale = [entry.group for entry in self._entries if entry.oldest_version < oldest_allowed]
+        if stale:
+            self._entries = [e for e in self._entries if e.oldest_version >= oldest_allowed]
+        return stale
+
+    def _apply_selection(self, step, groups, kept, dropped) -> None:
+        kept_uids, dropped_uids = {group.uid for group in kept}, {uid for uid, _ in dropped}
+        if kept_uids | dropped_uids != {g.uid for g in groups} or kept_uids & dropped_uids:
+            raise ValueError(
+                f"step {step}: algorithm.select must keep or drop each group exactly once; it was given"
+                f" {len(groups)}, kept {len(kept_uids)} and dropped {len(dropped_uids)}"
+            )
+        with self._change:
+            self._taken[step][:] = [g for g in self._taken[step] if g.uid not in dropped_uids]
+        by_uid = {group.uid: group for group in groups}
+        for uid, reason in dropped:
+            self._drop(by_uid[uid], f"filtered: {reason}")
+
+    def _check_sha256(self, trajectory: Trajectory) -> None:
+        """E5: equal at the COMPLETED record and here."""
+        recorded = self._ledger.sha256(trajectory.uid, trajectory.attempt)
+        if trajectory_sha256(trajectory) != recorded:
+            raise LedgerError(
+                f"{trajectory.uid}#{trajectory.attempt}: its arrays changed since its COMPLETED record"
+                f" ({recorded[:12]}); something wrote to a trajectory"
+            )
+
+    def _drop(self, group: Group, reason: str, notify: bool = True) -> None:
+        for trajectory in group.trajectories:
+            self._ledger.write(ref_of(trajectory), "DROPPED", reason=reason)
+        self._drops[reason.split(":")[0]] += len(group.trajectories)
+        if notify:
+            self.on_drop(group, reason)
+
+
+def ref_of(trajectory: Trajectory) -> EpisodeRef:
+    """The ledger's name of a trajectory's episode."""
+    t = trajectory
+    return EpisodeRef(t.uid, t.attempt, t.group, t.epoch, t.index, t.sample, t.tag)

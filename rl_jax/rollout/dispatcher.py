@@ -1,0 +1,297 @@
+"""Asks the scheduler at every event and does what it says: groups and their members, from start to the buffer.
+
+Owns: the groups in flight (sole writer), on the rollout's loop only. Invariants: every event reaches the policy, in
+order, with a View taken after everything before it was done; the capacity is enforced here, whatever a policy asks; a
+member is in exactly one of: live, scored, given up, to be started; a group leaves to the buffer complete, or is dropped
+with a reason for each of its members.
+Life of a member: 1 Start takes a slot, writes ISSUED and creates its task. 2 When its turns are over the slot is free
+(event Done) and the next episode may start while this one is scored. 3 Scored: its trajectory joins the group; the last
+one completes it. Or it failed, and the short-group rule (rollout.short_group_infra) decides:
+    replace    start it again as the next attempt, max_attempts times; then its group is dropped
+    survivors  go on without it; a group without members is dropped
+    drop       drop the group
+A failure charged to the policy goes by `survivors` under every rule (the same seed would fail again), and one that no
+further attempt can mend (HOPELESS) drops the group at once; the scheduler then starts another group.
+Must not: block, decide when anything starts, or know how an episode is played.
+"""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rl_jax.ledger import EpisodeRef
+from rl_jax.rollout.buffer import SampleBuffer, ref_of
+from rl_jax.rollout.episode import Episode, EpisodeRules
+from rl_jax.rollout.live_group import LiveGroup, Member
+from rl_jax.rollout.player import Player, failure_reason
+from rl_jax.rollout.scheduler import SchedulerConfig
+from rl_jax.rollout.slots import Slots
+from rl_jax.settings import RolloutSettings
+from rl_jax.types import (
+    Cancel,
+    Done,
+    Drop,
+    Dropped,
+    Event,
+    Failure,
+    NeedBatch,
+    Outcome,
+    Published,
+    SchedulerAction,
+    SchedulerPolicy,
+    Scored,
+    Start,
+    View,
+)
+
+HOPELESS = ("prompt_over_context", "unsupported_agent", "done_at_reset")
+
+
+@dataclass
+class Dispatcher:
+    """`fatal` is told of anything that only a bug can raise."""
+
+    player: Player
+    stream: Any  # tasks.TaskStream
+    buffer: SampleBuffer
+    policy: SchedulerPolicy
+    slots: Slots
+    settings: RolloutSettings
+    rules: EpisodeRules
+    run_id: str
+    tags: tuple[str, ...]
+    fatal: Callable[[BaseException], None]
+
+    def __post_init__(self):
+        size, staleness = self.settings.group_size, self.settings.max_staleness
+        self._state = self.policy.init(SchedulerConfig(self.tags, size, staleness))
+        self._groups: dict[str, LiveGroup] = {}  # in order of issue
+        self._again: dict[str, deque[Any]] = {
+            tag: deque() for tag in self.tags
+        }  # tasks of before a resume
+        self._events: deque[Event] = deque()
+        self._is_deciding = False
+        self._is_stopped = False
+        self._step, self._need, self.version = 0, 0, 0
+        self._idle_since_s: float | None = None
+        self.wait_for_policy_s = 0.0  # wanted, but the bound let nothing run
+        self.drops: Counter[str] = (
+            Counter()
+        )  # scored members of dropped groups, by the reason's first word
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Let the policy decide on the event; events that its actions cause are decided after it."""
+        if self._is_stopped:
+            return
+        self._events.append(event)
+        if self._is_deciding:
+            return
+        self._is_deciding = True
+        try:
+            while self._events:
+                self._state, actions = self.policy.decide(
+                    self._state, self.view(), self._events.popleft()
+                )
+                for action in actions:
+                    self._apply(action)
+        finally:
+            self._is_deciding = False
+        self._note_idle()
+
+    def want(self, step: int, num_groups: int) -> None:
+        """The driver will take `num_groups` groups for `step`."""
+        self._step, self._need = step, num_groups
+        self.handle(NeedBatch(step))
+
+    def published(self, version: int) -> None:
+        """`version` serves from now on."""
+        self.version = max(self.version, version)
+        self.buffer.release(version)
+        for group in self.buffer.sweep(version):
+            self.handle(Dropped(group.uid, "stale"))
+        self.handle(Published(version))
+
+    def view(self) -> View:
+        groups = tuple(group.view(self.version) for group in self._groups.values())
+        oldest = [group.oldest_version for group in groups]
+        oldest += [group.oldest_version for group in self.buffer.snapshot()]
+        return View(
+            now_s=time.monotonic(),
+            version=self.version,
+            step=self._step,
+            need_groups=self._need,
+            free=self.slots.free(),
+            groups=groups,
+            buffered=self.buffer.num_waiting,
+            oldest_unconsumed=min(oldest, default=self.version),
+            taken=self.buffer.num_taken,
+            held=self.buffer.held(),
+        )
+
+    # --- what others ask --------------------------------------------------------------------------------------------
+
+    def again(self, issued: list[Any]) -> None:
+        """Tasks that were issued before a resume and not consumed: they come before the stream's next ones."""
+        for task in issued:
+            self._again[task.task.tag].append(task)
+
+    def num_open_episodes(self) -> int:
+        """Its part of the ledger's in_flight."""
+        return sum(len(g.members) + len(g.trajectories) for g in self._groups.values())
+
+    def pending(self) -> list[tuple[int, int]]:
+        """(epoch, index) of every group that is issued and not consumed, those still to be issued again too."""
+        keys = [(g.issued.epoch, g.issued.index) for g in self._groups.values()]
+        keys += [(group.epoch, group.index) for group in self.buffer.snapshot()]
+        keys += [(task.epoch, task.index) for tasks in self._again.values() for task in tasks]
+        return sorted(set(keys))
+
+    def episodes(self) -> list[Episode]:
+        """Live ones, oldest group first. May be called from another thread."""
+        groups = list(self._groups.values())
+        return [member.episode for group in groups for member in list(group.members.values())]
+
+    def stop(self, reason: str) -> list[asyncio.Task]:
+        """Nothing starts any more; all groups in flight are dropped. Returns the tasks to wait for."""
+        self._is_stopped = True
+        runners = [m.runner for g in self._groups.values() for m in g.members.values()]
+        for uid in list(self._groups):
+            self._drop(uid, reason)
+        return [runner for runner in runners if runner is not None]
+
+    # --- actions ----------------------------------------------------------------------------------------------------
+
+    def _apply(self, action: SchedulerAction) -> None:
+        match action:
+            case Start(None, members, tag):
+                self._start_members(self._issue(tag), members)
+            case Start(group, members, _):
+                self._start_members(self._groups[group], members)
+            case Drop(group, reason):
+                self._drop(group, reason)
+            case Cancel(uid, reason):
+                self._cancel(uid, reason)
+
+    def _issue(self, tag: str) -> LiveGroup:
+        issued = self._again[tag].popleft() if self._again[tag] else self.stream.next(tag)
+        uid = f"{self.run_id}/{issued.epoch}/{issued.index}"
+        if uid in self._groups:
+            raise ValueError(
+                f"the task stream issued {uid} twice; (epoch, index) must be unique over tags"
+            )
+        group = LiveGroup(uid, issued, self.settings.group_size, time.monotonic())
+        self._groups[uid] = group
+        return group
+
+    def _start_members(self, group: LiveGroup, num: int) -> None:
+        task = group.issued.task
+        for sample in group.missing()[:num]:
+            if not self.slots.try_acquire(task.tag):
+                return  # a policy that asks for more than is free: it is asked again when a slot is
+            uid = f"{group.uid}/{sample}"
+            attempt = self.player.ledger.next_attempt(uid)
+            epoch, index = group.issued.epoch, group.issued.index
+            ref = EpisodeRef(uid, attempt, group.uid, epoch, index, sample, task.tag)
+            member = Member(self.player.issue(ref, task, self.rules))
+            group.members[sample] = member
+            group.tries[sample] += 1
+            member.runner = asyncio.get_running_loop().create_task(
+                self._run(group, member), name=uid
+            )
+            member.runner.add_done_callback(lambda runner, m=member: self._ended(m, runner))
+
+    async def _run(self, group: LiveGroup, member: Member) -> None:
+        episode = member.episode
+        await self.player.play_turns(episode)
+        self._free_slot(member)
+        self.handle(Done(episode.ref.uid, episode.outcome, episode.num_tokens))
+        trajectory = await self.player.score(episode)
+        del group.members[episode.ref.sample]
+        if trajectory.outcome is Outcome.FAILED:
+            self._short(group, episode.ref.sample, trajectory.failure)
+        else:
+            group.trajectories[episode.ref.sample] = trajectory
+            self._complete(group)
+        self.handle(Scored(episode.ref.uid, trajectory.reward.value))
+
+    def _ended(self, member: Member, runner: asyncio.Task) -> None:
+        """Runs for every member, also where its coroutine never began."""
+        episode = member.episode
+        self._free_slot(member)
+        if not runner.cancelled() and runner.exception() is not None:
+            self.fatal(runner.exception())
+        elif runner.cancelled():
+            self._guarded(Done(episode.ref.uid, Outcome.CANCELLED, episode.num_tokens))
+
+    def _guarded(self, event: Event) -> None:
+        try:
+            self.handle(event)
+        except Exception as error:  # a callback has nobody above it who would be told
+            self.fatal(error)
+
+    def _short(self, group: LiveGroup, sample: int, failure: Failure) -> None:
+        """A member failed: the short-group rule."""
+        rule, reason = self.settings.short_group_infra, f"short: {failure_reason(failure)}"
+        if failure.charged_to == "policy":
+            rule = "survivors"
+        if failure.kind in HOPELESS or rule == "drop":
+            self._drop(group.uid, reason)
+        elif rule == "survivors":
+            self._give_up(group, sample, reason)
+        elif group.tries[sample] >= self.settings.max_attempts:
+            self._drop(group.uid, reason)
+        # else replace: the sample is missing, and the scheduler starts it again
+
+    def _give_up(self, group: LiveGroup, sample: int, reason: str) -> None:
+        group.given_up.add(sample)
+        if group.want == 0:
+            self._drop(group.uid, reason)
+        else:
+            self._complete(group)
+
+    def _complete(self, group: LiveGroup) -> None:
+        if not group.is_complete:
+            return
+        del self._groups[group.uid]
+        whole = group.group()
+        if not self.buffer.put(whole):
+            self.handle(Dropped(whole.uid, "not buffered"))
+
+    def _drop(self, uid: str, reason: str) -> None:
+        """Members that run are cancelled, scored ones dropped; each with the reason."""
+        group = self._groups.pop(uid)
+        for member in group.members.values():
+            self._cancel_member(member, reason)
+        for trajectory in group.trajectories.values():
+            self.player.ledger.write(ref_of(trajectory), "DROPPED", reason=reason)
+        self.drops[reason.split(":")[0]] += len(group.trajectories)
+        self.handle(Dropped(uid, reason))
+
+    def _cancel(self, uid: str, reason: str) -> None:
+        """One member is not needed any more: the group goes on without it."""
+        group_uid, _, sample = uid.rpartition("/")
+        group = self._groups[group_uid]
+        self._cancel_member(group.members.pop(int(sample)), reason)
+        self._give_up(group, int(sample), reason)
+
+    def _cancel_member(self, member: Member, reason: str) -> None:
+        self.player.cancel(member.episode, reason)
+        member.runner.cancel()
+
+    def _free_slot(self, member: Member) -> None:
+        if member.has_slot:
+            member.has_slot = False
+            self.slots.release(member.episode.ref.tag)
+
+    def _note_idle(self) -> None:
+        """Count the time in which batches were wanted and nothing ran."""
+        now_s = time.monotonic()
+        if self._idle_since_s is not None:
+            self.wait_for_policy_s += now_s - self._idle_since_s
+        is_idle = self._need > 0 and not any(g.members for g in self._groups.values())
+        self._idle_since_s = now_s if is_idle else None

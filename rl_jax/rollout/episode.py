@@ -1,0 +1,397 @@
+"""One running episode: an environment and a policy that answer each other until one of the two is done.
+
+Owns: the order of an episode's calls, its budgets and its typed end. An Episode's sole writer is the task that runs it.
+Invariants: nothing here blocks the event loop, and every await ends by the episode's deadline; what ended an episode is
+one of env done (OK), a cut (TRUNCATED, with its cause), a Failure (FAILED) or a cancellation; the sampler's session is
+released and the environment is handed back on every path; tokens only grow and are never rendered again.
+Life of an episode:
+1. The environment is opened and reset; the first context is rendered.
+2. A turn is asked for with the whole context. A retryable TurnError is retried once. A turn that comes back aborted is
+   resumed: what it sampled stays, and counts against the turn's budget.
+3. The sampled text goes to the environment; its answer is rendered onto the context. Back to 2.
+Budgets belong to the trajectory, not to a request: max_new_tokens a turn, `context` tokens in all, max_turns turns.
+Cuts: a turn cut at max_new_tokens is closed by the renderer and the episode goes on (the Turn's finish counts it); if
+it was the last turn, the trajectory is TRUNCATED by "length" even where the environment then said done. A full context
+ends the episode after the environment saw the last turn ("context"); max_turns without done is "turn_limit".
+Must not: score, retry an episode, or know of groups.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_jax.ledger import EpisodeRef
+from rl_jax.rollout.assembly import ClosedEpisode, assemble, check_turn, merge_turns
+from rl_jax.rollout.worker import EnvError, EnvHandle
+from rl_jax.settings import RolloutSettings
+from rl_jax.types import (
+    EpisodeView,
+    Failure,
+    FinishReason,
+    Message,
+    Outcome,
+    Sampler,
+    StepResult,
+    Task,
+    Turn,
+    TurnError,
+    TurnRequest,
+)
+
+__all__ = ["Episode", "EpisodeRules", "EpisodeTools", "assemble", "run_episode", "sample_seed"]
+
+MAX_RESUMES = 64  # of one turn; a server that aborts without end must not spin the loop
+DEADLINE_SLACK_S = (
+    1.0  # the sampler answers within deadline_s; this much later it is taken for dead
+)
+
+
+@dataclass(frozen=True)
+class EpisodeRules:
+    """Budgets, sampling and deadlines of an episode."""
+
+    context: int  # tokens of the whole trajectory
+    max_new_tokens: int  # per turn
+    max_turns: int  # 0 = the task's own limit
+    temperature: float
+    top_p: float
+    top_k: int
+    turn_deadline_s: float
+    episode_timeout_s: float
+
+    @classmethod
+    def of(cls, settings: RolloutSettings, context: int, turn_deadline_s: float) -> "EpisodeRules":
+        return cls(
+            context=context,
+            max_new_tokens=settings.max_new_tokens,
+            max_turns=settings.max_turns,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            turn_deadline_s=turn_deadline_s,
+            episode_timeout_s=settings.episode_timeout_s,
+        )
+
+
+@dataclass(frozen=True)
+class EpisodeTools:
+    """What an episode calls."""
+
+    sampler: Sampler
+    open_env: Callable[[Task, str, int], Awaitable[EnvHandle]]  # (task, uid, seed)
+    close_env: Callable[[EnvHandle], Any]  # returns at once: an episode does not wait for it
+    renderer: Any  # tokens.ChatRenderer
+    count: Callable[[str], None]  # adds 1 to a counter of this name
+
+
+class EpisodeFailed(Exception):
+    """A typed end of an episode; never leaves run_episode."""
+
+    def __init__(self, failure: Failure):
+        super().__init__(failure.detail)
+        self.failure = failure
+
+
+class Episode:
+    """The live state of one attempt; `close` turns it into a record."""
+
+    def __init__(self, ref: EpisodeRef, task: Task, run_seed: int, rules: EpisodeRules):
+        self.ref, self.task, self.run_seed, self.rules = ref, task, run_seed, rules
+        self.turns: list[Turn] = []
+        self.steps: list[StepResult] = []
+        self.texts: list[str] = []  # what the policy said, one a turn
+        self.messages: list[Message] = list(task.messages)
+        self.state_keys: list[str] = []
+        self.first_tokens = np.zeros(0, np.int32)
+        self.start_version = 0
+        self.oldest_version: int | None = (
+            None  # a lower bound; None before the first turn is asked for
+        )
+        self.outcome: Outcome | None = None  # None while it runs
+        self.truncated_by: str | None = None
+        self.failure: Failure | None = None
+        self.phase, self.since_s = "queued", time.monotonic()
+        self._deadline_s = 0.0  # monotonic; set when it begins
+        self._context = np.empty(256, np.int32)
+        self._size = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens so far."""
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def session(self) -> str:
+        return f"{self.ref.uid}#{self.ref.attempt}"
+
+    @property
+    def max_turns(self) -> int:
+        return self.rules.max_turns or self.task.max_turns
+
+    @property
+    def room(self) -> int:
+        """Tokens the context can still take."""
+        return self.rules.context - self._size
+
+    def begin(self) -> None:
+        """The episode timeout counts from now on."""
+        self._deadline_s = time.monotonic() + self.rules.episode_timeout_s
+
+    def enter(self, phase: str) -> None:
+        """Note what is waited for from now on (for the status line)."""
+        self.phase, self.since_s = phase, time.monotonic()
+
+    def extend(self, tokens: np.ndarray) -> None:
+        """Append to the context."""
+        end = self._size + len(tokens)
+        if end > len(self._context):
+            grown = np.empty(max(end, 2 * len(self._context)), np.int32)
+            grown[: self._size] = self._context[: self._size]
+            self._context = grown
+        self._context[self._size : end] = tokens
+        self._size = end
+
+    def context(self) -> np.ndarray:
+        """i32[n], read-only; what is already in it never changes, so no copy is needed."""
+        view = self._context[: self._size]
+        view.setflags(write=False)
+        return view
+
+    def time_left_s(self) -> float:
+        return self._deadline_s - time.monotonic()
+
+    def end(self, outcome: Outcome, cause: str | None = None) -> None:
+        self.outcome, self.truncated_by = outcome, cause
+
+    def fail(self, boundary: str, kind: str, charged_to: str, detail: str) -> None:
+        self.outcome = Outcome.FAILED
+        self.failure = Failure(boundary, kind, charged_to, f"{self.session}: {detail}")
+
+    def close(self) -> ClosedEpisode:
+        """Raises ValueError while the episode still runs."""
+        if self.outcome is None:
+            raise ValueError(f"{self.session} is still in phase {self.phase}")
+        return ClosedEpisode(
+            ref=self.ref,
+            task_id=self.task.id,
+            first_tokens=self.first_tokens,
+            turns=tuple(self.turns),
+            steps=tuple(self.steps),
+            state_keys=tuple(self.state_keys),
+            outcome=self.outcome,
+            truncated_by=self.truncated_by,
+            failure=self.failure,
+            start_version=self.start_version,
+        )
+
+    def view(self) -> EpisodeView:
+        """What a scorer may see."""
+        info: dict[str, float] = {}
+        for step in self.steps:
+            info.update(step.info)
+        rewards = tuple(step.reward for step in self.steps)
+        return EpisodeView(tuple(self.messages), tuple(self.texts), info, rewards)
+
+
+def sample_seed(run_seed: int, epoch: int, index: int, sample: int, turn: int) -> int:
+    """u64 seed of one turn; never depends on run id, attempt, slot or server."""
+    text = f"{run_seed}/{epoch}/{index}/{sample}/{turn}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def env_seed(run_seed: int, epoch: int, index: int) -> int:
+    """u64, one for all members of a group: they play the same problem."""
+    text = f"env/{run_seed}/{epoch}/{index}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+async def run_episode(
+    episode: Episode, tools: EpisodeTools, on_running: Callable[[], None]
+) -> None:
+    """Play until the episode's outcome is set. on_running() is called once, after a successful reset.
+
+    Raises: CancelledError when cancelled; the outcome is then CANCELLED. Every other end is a typed outcome.
+    """
+    ref, handle = episode.ref, None
+    episode.begin()
+    deadline = asyncio.timeout(episode.rules.episode_timeout_s)
+    try:
+        async with deadline:
+            episode.enter("opening its environment")
+            handle = await tools.open_env(
+                episode.task, ref.uid, env_seed(episode.run_seed, ref.epoch, ref.index)
+            )
+            await _play(episode, handle, tools, on_running)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        tools.sampler.abort(ref.uid, "episode_timeout")
+        limit = f"episode_timeout_s={episode.rules.episode_timeout_s:g}"
+        episode.fail("rollout", "episode_timeout", "infra", f"{limit} passed while {episode.phase}")
+    except EnvError as error:
+        episode.fail("env", error.kind, error.charged_to, f"while {episode.phase}: {error.detail}")
+    except TurnError as error:
+        episode.fail("serve", error.kind, "infra", f"turn {len(episode.turns)}: {error}")
+    except EpisodeFailed as error:
+        failure = error.failure
+        episode.fail(failure.boundary, failure.kind, failure.charged_to, failure.detail)
+    except asyncio.CancelledError:
+        tools.sampler.abort(ref.uid, "cancelled")
+        episode.end(Outcome.CANCELLED)
+        raise
+    finally:
+        tools.sampler.release(episode.session)
+        if handle is not None:
+            tools.close_env(handle)
+
+
+async def _play(
+    episode: Episode, handle: EnvHandle, tools: EpisodeTools, on_running: Callable[[], None]
+) -> None:
+    """Turns and environment steps in alternation; sets the outcome."""
+    episode.start_version = tools.sampler.version()
+    episode.enter("resetting its environment")
+    seen = await handle.reset()
+    on_running()
+    if seen.done:
+        raise EpisodeFailed(
+            Failure("env", "done_at_reset", "infra", "reset() says done: nothing can be sampled")
+        )
+    episode.messages += seen.messages
+    added = _render(episode, tools.renderer.first, episode.messages)
+    episode.first_tokens = added
+    if len(added) >= episode.rules.context:
+        detail = f"the prompt has {len(added)} tokens, engine.context={episode.rules.context}"
+        raise EpisodeFailed(
+            Failure(
+                "rollout", "prompt_over_context", "infra", f"{detail}; raise it or shorten the task"
+            )
+        )
+    while True:
+        episode.extend(added)
+        episode.state_keys.append(seen.state_key or _state_key(seen.messages))
+        turn = await _turn(episode, tools, added)
+        episode.turns.append(turn)
+        tools.count(f"turns/{turn.finish.value}")
+        episode.enter("stepping its environment")
+        action = tools.renderer.parse(turn.tokens)
+        episode.texts.append(action.text)
+        seen = await handle.step(action)
+        episode.steps.append(seen)
+        episode.messages += seen.messages
+        if seen.to_agent != "policy":
+            detail = f"to_agent={seen.to_agent!r}: only the agent 'policy' is supported"
+            raise EpisodeFailed(Failure("env", "unsupported_agent", "infra", detail))
+        if seen.done:
+            cuts = {FinishReason.LENGTH: "length", FinishReason.CONTEXT: "context"}
+            cut = cuts.get(turn.finish)
+            return episode.end(Outcome.TRUNCATED if cut else Outcome.OK, cut)
+        if turn.finish is FinishReason.CONTEXT:
+            return episode.end(Outcome.TRUNCATED, "context")
+        if len(episode.turns) >= episode.max_turns:
+            return episode.end(Outcome.TRUNCATED, "turn_limit")
+        is_closed = tools.renderer.is_closed(turn.tokens)
+        added = _render(episode, tools.renderer.next, seen.messages, closed=is_closed)
+        if len(added) >= episode.room:
+            return episode.end(Outcome.TRUNCATED, "context")
+
+
+async def _turn(episode: Episode, tools: EpisodeTools, added: np.ndarray) -> Turn:
+    """One whole turn, through aborts and one retry; its tokens are on the context when it returns.
+
+    Raises: TurnError, EpisodeFailed.
+    """
+    parts: list[Turn] = []
+    budget = episode.rules.max_new_tokens
+    kept, retried = 0, False
+    vocab_size = tools.renderer.tokenizer.vocab_size
+    while True:
+        request = _request(episode, tools, kept)
+        try:
+            part = await _generate(episode, tools.sampler, request)
+        except TurnError as error:
+            if not error.retryable or retried:
+                raise
+            retried = True
+            tools.count("turns/retried")
+            continue
+        problem = check_turn(part, vocab_size, budget - kept)
+        if problem:
+            detail = f"turn {request.turn} from server {part.server!r} has {problem}"
+            raise EpisodeFailed(Failure("rollout", "schema", "infra", detail))
+        parts.append(part)
+        episode.extend(part.tokens)
+        kept += len(part.tokens)
+        if part.finish is not FinishReason.ABORT:
+            finish = part.finish
+            if finish is FinishReason.LENGTH and episode.room <= 0:
+                finish = FinishReason.CONTEXT  # a server that folds the context into the budget
+            break
+        tools.count("turns/abort")
+        if kept >= budget or episode.room <= 0:
+            finish = FinishReason.LENGTH if kept >= budget else FinishReason.CONTEXT
+            break
+        if len(parts) > MAX_RESUMES:
+            detail = f"turn {request.turn} was aborted {len(parts)} times"
+            raise EpisodeFailed(Failure("serve", "aborted", "infra", detail))
+    return merge_turns(parts, added, finish)
+
+
+async def _generate(episode: Episode, sampler: Sampler, request: TurnRequest) -> Turn:
+    episode.enter(f"sampling turn {request.turn}")
+    if episode.oldest_version is None:
+        episode.oldest_version = sampler.version()
+    slack = asyncio.timeout(request.deadline_s + DEADLINE_SLACK_S)
+    try:
+        async with slack:
+            turn = await sampler.generate(request)
+    except TimeoutError:
+        if not slack.expired():
+            raise
+        sampler.abort(episode.ref.uid, "turn_deadline")
+        detail = f"no answer {DEADLINE_SLACK_S:g} s after deadline_s={request.deadline_s:.3g}"
+        raise TurnError("deadline", "sampler", detail) from None
+    if not episode.turns and not request.token_index and turn.spans:
+        episode.oldest_version = turn.spans[0].version  # versions only grow
+    return turn
+
+
+def _request(episode: Episode, tools: EpisodeTools, kept: int) -> TurnRequest:
+    ref, rules, turn = episode.ref, episode.rules, len(episode.turns)
+    return TurnRequest(
+        uid=ref.uid,
+        attempt=ref.attempt,
+        turn=turn,
+        tokens=episode.context(),
+        temperature=rules.temperature,
+        top_p=rules.top_p,
+        top_k=rules.top_k,
+        max_new_tokens=rules.max_new_tokens - kept,
+        stop_token_ids=tools.renderer.tokenizer.stop_token_ids,
+        stop=(),
+        seed=sample_seed(episode.run_seed, ref.epoch, ref.index, ref.sample, turn),
+        tag=ref.tag,
+        deadline_s=max(0.0, min(rules.turn_deadline_s, episode.time_left_s())),
+        token_index=kept,
+    )
+
+
+def _render(episode: Episode, render, messages: Sequence[Message], **kwargs) -> np.ndarray:
+    """Tokens of what the environment said. A message that cannot be rendered is the environment's failure."""
+    try:
+        return np.asarray(render(messages, **kwargs), np.int32)
+    except ValueError as error:
+        raise EpisodeFailed(Failure("env", "bad_observation", "infra", str(error))) from error
+
+
+def _state_key(messages: Sequence[Message]) -> str:
+    """Of an environment that names no state: a digest of what it said."""
+    digest = hashlib.blake2b(digest_size=8)
+    for message in messages:
+        digest.update(f"{message.role}\0{message.content}\0".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()

@@ -1,0 +1,79 @@
+"""A group in flight: which of its members run, are scored, failed or were given up. Loop-thread only.
+
+Invariants: a sample is at most once in `members` (its live attempt) or `trajectories` (scored); `want` is the group's
+size less what was given up. Must not: start or cancel anything.
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_jax.rollout.episode import Episode
+from rl_jax.types import Group, GroupView, Trajectory
+
+
+@dataclass
+class Member:
+    """A live attempt: from its ISSUED record until it is scored, failed or cancelled."""
+
+    episode: Episode
+    runner: asyncio.Task | None = None
+    has_slot: bool = True
+
+
+@dataclass
+class LiveGroup:
+    uid: str
+    issued: Any  # tasks.IssuedTask: task, epoch, index
+    size: int
+    issued_s: float
+    members: dict[int, Member] = field(default_factory=dict)  # by sample
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)  # by sample
+    tries: Counter[int] = field(default_factory=Counter)  # attempts started here, by sample
+    given_up: set[int] = field(default_factory=set)
+
+    @property
+    def want(self) -> int:
+        return self.size - len(self.given_up)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.trajectories) == self.want
+
+    def missing(self) -> list[int]:
+        """Samples that must be started (again)."""
+        taken = self.members.keys() | self.trajectories.keys() | self.given_up
+        return [sample for sample in range(self.size) if sample not in taken]
+
+    def oldest_version(self, now: int) -> int:
+        """Of any token sampled so far, from below; `now` if there is none."""
+        versions = [t.oldest_version for t in self.trajectories.values()]
+        for member in self.members.values():
+            if member.episode.oldest_version is not None:
+                versions.append(member.episode.oldest_version)
+        return min(versions, default=now)
+
+    def view(self, now: int) -> GroupView:
+        """What a scheduler sees. now: the current version."""
+        scored = self.trajectories.values()
+        return GroupView(
+            group=self.uid,
+            task_id=self.issued.task.id,
+            tag=self.issued.task.tag,
+            want=self.want,
+            started=len(self.members) + len(scored),
+            scored=len(scored),
+            num_tokens=(
+                *(t.num_trained for t in scored),
+                *(m.episode.num_tokens for m in self.members.values()),
+            ),
+            oldest_version=self.oldest_version(now),
+            issued_s=self.issued_s,
+        )
+
+    def group(self) -> Group:
+        """The complete group, members by sample."""
+        task = self.issued.task
+        ordered = tuple(self.trajectories[sample] for sample in sorted(self.trajectories))
+        return Group(self.uid, task.id, task.tag, self.issued.epoch, self.issued.index, ordered)

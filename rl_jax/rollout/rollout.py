@@ -1,0 +1,363 @@
+"""The rollout: one thread with one asyncio loop on which all episodes, rewards and evaluations run.
+
+Owns: that thread; the wiring of dispatcher, player, slots and environment pool; what the rest may call. All public
+methods may be called from the driver's thread; each only posts to the loop, or waits for it with a deadline.
+Invariants: nothing on the loop blocks (environments and scorers are processes, serving answers through futures, the
+ledger's fsync and the driver's batch work happen on the driver's thread); every wait ends by a deadline; an error that
+nobody above could see is `failed`, and ends the driver's take() at once.
+Life: 1 start: the thread, then the pool (an environment that cannot be imported ends the start). 2 published(v) tells
+the version that serves; want(step, n) raises the quota, and episodes start. 3 take(step) on the buffer, consumed(step)
+after the learner's step, published(step) after the sync; again from 2. 4 evaluate between steps. 5 drain: all in flight
+is cancelled with a record. 6 close.
+Must not: be used from two driver threads at once.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_jax.ledger import Ledger
+from rl_jax.rollout.buffer import SampleBuffer
+from rl_jax.rollout.dispatcher import Dispatcher
+from rl_jax.rollout.episode import EpisodeRules, EpisodeTools
+from rl_jax.rollout.evaluation import EvalResult, Evaluation
+from rl_jax.rollout.player import Player
+from rl_jax.rollout.reward_service import RewardService
+from rl_jax.rollout.scripted import ScriptPlan, scripted_trajectories
+from rl_jax.rollout.slots import Slots
+from rl_jax.settings import EvalSettings, RewardSettings, RolloutSettings
+from rl_jax.types import Dropped, Group, Sampler, SchedulerPolicy, Task, Tick
+
+LOG = logging.getLogger(__name__)
+TICK_S = 1.0  # how often the policy is asked without an event: free slots may change by themselves
+POLL_S = 0.5  # how often a blocked caller looks whether the thread still lives
+SLACK_S = (
+    30.0  # added to a deadline that the loop itself keeps, before the thread is taken for hung
+)
+
+
+class RolloutStopped(RuntimeError):
+    """The rollout's thread has ended, or did not answer in time."""
+
+
+@dataclass
+class Rollout:
+    """See the module. `buffer` is shared with the driver; everything else here belongs to the rollout's thread."""
+
+    sampler: Sampler
+    stream: Any  # tasks.TaskStream
+    pool: Any  # worker.EnvPool
+    renderer: Any  # tokens.ChatRenderer
+    buffer: SampleBuffer
+    ledger: Ledger
+    policy: SchedulerPolicy
+    settings: RolloutSettings
+    _: KW_ONLY
+    run_id: str
+    seed: int
+    context: int  # engine.context: tokens of a whole trajectory
+    turn_deadline_s: float = 60.0
+    stop_deadline_s: float = 10.0
+    rewards: RewardSettings = RewardSettings()
+    quarantine_dir: Path | None = None
+
+    def __post_init__(self):
+        self.failed: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="rollout", daemon=True)
+        self._closing: set[asyncio.Task] = set()  # environments that are being closed
+        self._evaluation: Evaluation | None = None
+        self._evaluation_name = ""
+        self._is_closed = False
+        self._ticker: asyncio.Task | None = None
+        self.rules = EpisodeRules.of(self.settings, self.context, self.turn_deadline_s)
+        workers = self.settings.env_workers * self.settings.envs_per_worker
+        self._slots = Slots(self.sampler.capacity, workers)
+        tools = EpisodeTools(
+            self.sampler, self.pool.open, self._close_env, self.renderer, self._count
+        )
+        self._player = Player(
+            tools,
+            RewardService(self.pool, self.rewards),
+            self.ledger,
+            self.seed,
+            self.settings.max_env_failures,
+            self._fail,
+            self.quarantine_dir,
+        )
+        self._dispatcher = Dispatcher(
+            self._player,
+            self.stream,
+            self.buffer,
+            self.policy,
+            self._slots,
+            self.settings,
+            self.rules,
+            self.run_id,
+            self.buffer.tags,
+            self._fail,
+        )
+        self.buffer.status = self.status
+        self.buffer.on_drop = self._on_buffer_drop
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread and the pool. Raises what pool.start() raises, with everything closed again."""
+        self._slots.check(self.buffer.tags)
+        self._thread.start()
+        try:
+            self._call(self._begin(), self.settings.start_timeout_s + SLACK_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def drain(self) -> None:
+        """The run ends: nothing starts any more, what is in flight or buffered ends CANCELLED or DROPPED (run_end)."""
+        self._call(self._drain("run_end"), self.stop_deadline_s + SLACK_S)
+
+    def close(self) -> None:
+        """End everything, environments too; idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._thread.is_alive():
+            try:
+                self._call(self._end(), self.stop_deadline_s + SLACK_S)
+            except Exception:
+                LOG.exception("the rollout did not end cleanly")
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(self.stop_deadline_s)
+        if self._thread.is_alive():
+            LOG.error(
+                "the rollout's thread did not end within %g s: %s",
+                self.stop_deadline_s,
+                self.status(),
+            )
+        elif not self._loop.is_closed():
+            self._loop.close()
+
+    # --- the driver's calls -----------------------------------------------------------------------------------------
+
+    def want(self, step: int, num_groups: int) -> None:
+        """The driver will take `num_groups` groups for `step`; does not wait."""
+        self._post(self._dispatcher.want, step, num_groups)
+
+    def published(self, version: int) -> None:
+        """Every server serves `version` now: steps up to it are consumed, what is too old goes; does not wait."""
+        self._post(self._dispatcher.published, version)
+
+    def consumed(self, step: int, groups: Sequence[Group]) -> None:
+        """learner.step(step) returned: TRAINED, on disk when this returns. Call it before published(step)."""
+        self.buffer.consumed(step, groups)
+
+    def check(self) -> None:
+        """The ledger's conservation law, counted on the loop between two events. Raises LedgerError."""
+        self._call(self._check(), SLACK_S)
+
+    def evaluate(self, name: str, tasks: Sequence[Task], sampling: EvalSettings) -> EvalResult:
+        """Play `tasks` with the version published last; blocks. Raises RuntimeError if nothing could be scored."""
+        return self._call(self._evaluate(name, tasks, sampling), sampling.timeout_s + SLACK_S)
+
+    def scripted(
+        self, tasks: Sequence[Task], num: int, skill: float, timeout_s: float = 600.0
+    ) -> list[Group]:
+        """Scripted episodes for the warm start; blocks. Raises ScriptError."""
+        plan = ScriptPlan(num, skill, self.seed)
+        scripts = scripted_trajectories(self.pool, tasks, self.renderer, self.rules, plan)
+        return self._call(_within(timeout_s, scripts), timeout_s + SLACK_S)
+
+    def issue_again(self, issued: Sequence[Any]) -> None:
+        """After a resume, before want(): tasks that were pending, as tasks.IssuedTask; they come first."""
+        self._post(self._dispatcher.again, list(issued))
+
+    def pending(self) -> list[tuple[int, int]]:
+        """(epoch, index) of every task issued and not consumed, ascending: what a resume must issue again."""
+        return self._call(_result(self._dispatcher.pending), SLACK_S)
+
+    def in_flight(self) -> int:
+        """Episodes issued and without a terminal record. For the law use check(): this number is old at once."""
+        return self._call(_result(self._num_open), SLACK_S)
+
+    def counts(self) -> dict[str, float]:
+        """Cumulative counters by metric name, and the two gauges episodes/in_flight and episodes/buffered."""
+        counts: dict[str, float] = dict(self._player.counts)
+        states = self.ledger.counts()
+        counts["episodes/in_flight"] = sum(
+            states[s] for s in ("ISSUED", "RUNNING", "COMPLETED", "TRUNCATED")
+        )
+        counts["episodes/buffered"] = self.buffer.num_open_episodes()
+        counts["episodes/trained"] = states["TRAINED"]
+        counts["episodes/evaluated"] = states["EVALUATED"]
+        counts["episodes/dropped"] = states["DROPPED"]
+        drops = self._dispatcher.drops + Counter(self.buffer.drops())
+        for reason in ("stale", "filtered", "short"):
+            counts[f"episodes/dropped_{reason}"] = drops[reason]
+        counts["episodes/cut_observations"] = self.pool.counts["truncated_observations"]
+        counts["time/wait_for_policy_s"] = self._dispatcher.wait_for_policy_s
+        return counts
+
+    def status(self) -> str:
+        """What is waited for, in one line; any thread."""
+        if self.failed is not None:
+            return f"the rollout failed: {self.failed}"
+        parts = []
+        if self._evaluation is not None:
+            parts.append(
+                f"evaluation {self._evaluation_name}: {self._evaluation.num_left} episodes left"
+            )
+        episodes = self._dispatcher.episodes()
+        phases: dict[str, int] = {}
+        for episode in episodes:
+            phase = "sampling" if episode.phase.startswith("sampling") else episode.phase
+            phases[phase] = phases.get(phase, 0) + 1
+        listed = ", ".join(f"{num} {phase}" for phase, num in sorted(phases.items()))
+        parts.append(f"{len(episodes)} episodes live" + (f" ({listed})" if listed else ""))
+        if episodes:
+            oldest = min(episodes, key=lambda e: e.since_s)
+            parts.append(
+                f"longest wait: {oldest.session} {oldest.phase} for {time.monotonic() - oldest.since_s:.1f} s"
+            )
+        parts += self.pool.waits_for()
+        parts.append(f"{self.buffer.num_waiting} groups buffered, {self.buffer.num_taken} taken")
+        return "; ".join(parts)
+
+    # --- crossing to the loop ---------------------------------------------------------------------------------------
+
+    def _post(self, call, *args) -> None:
+        self._check_alive()
+        self._loop.call_soon_threadsafe(self._guarded, call, *args)
+
+    def _call(self, coroutine: Coroutine, timeout_s: float) -> Any:
+        """Run on the loop and wait, as long as the thread lives and the deadline has not passed."""
+        if not self._thread.is_alive():
+            coroutine.close()
+            self._check_alive()
+        future: Future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            while True:
+                try:
+                    return future.result(POLL_S)
+                except FutureTimeout:
+                    if future.done():  # the coroutine itself raised TimeoutError
+                        raise
+                    if not self._thread.is_alive() or time.monotonic() > deadline_s:
+                        raise RolloutStopped(
+                            f"the rollout's thread did not answer within {timeout_s:g} s: {self.status()}"
+                        ) from None
+        finally:
+            future.cancel()
+
+    def _check_alive(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        if not self._thread.is_alive():
+            raise RolloutStopped(
+                "the rollout is not running; call start() first, and nothing after close()"
+            )
+
+    def _guarded(self, call, *args) -> None:
+        try:
+            call(*args)
+        except Exception as error:  # nobody above a loop callback would be told
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self.failed is None:
+            LOG.error("the rollout failed: %s", error)
+            self.failed = error
+            self.buffer.fail(error)
+
+    # --- on the loop ------------------------------------------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def _begin(self) -> None:
+        async with asyncio.timeout(self.settings.start_timeout_s + SLACK_S / 2):
+            await self.pool.start()
+        self._dispatcher.version = self.sampler.version()
+        self._ticker = asyncio.create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._guarded(self._dispatcher.handle, Tick())
+
+    async def _check(self) -> None:
+        self.ledger.check(self._num_open())
+
+    def _num_open(self) -> int:
+        evaluating = self._evaluation.num_open if self._evaluation is not None else 0
+        return self._dispatcher.num_open_episodes() + self.buffer.num_open_episodes() + evaluating
+
+    async def _evaluate(
+        self, name: str, tasks: Sequence[Task], sampling: EvalSettings
+    ) -> EvalResult:
+        attempts = self.settings.max_attempts
+        self._evaluation_name = name
+        self._evaluation = Evaluation(
+            self._player, self._slots, self.rules, self.run_id, attempts, self.buffer.beat
+        )
+        try:
+            return await self._evaluation.run(name, tasks, sampling, self._dispatcher.version)
+        finally:
+            self._evaluation = None
+            self._guarded(self._dispatcher.handle, Tick())  # its slots are free again
+
+    async def _drain(self, reason: str) -> None:
+        runners = self._dispatcher.stop(reason)
+        if runners:
+            await asyncio.wait(runners, timeout=self.stop_deadline_s)
+        self.buffer.clear(reason)
+        self.ledger.check(self._num_open())
+
+    async def _end(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        try:
+            await self._drain("run_end")
+        finally:
+            if self._closing:
+                await asyncio.wait(set(self._closing), timeout=self.stop_deadline_s)
+            await self.pool.close()
+
+    def _close_env(self, handle: Any) -> None:
+        closer = asyncio.create_task(handle.close())
+        self._closing.add(closer)
+        closer.add_done_callback(self._env_closed)
+
+    def _env_closed(self, closer: asyncio.Task) -> None:
+        self._closing.discard(closer)
+        if not closer.cancelled() and closer.exception() is not None:
+            LOG.warning("an environment could not be closed: %s", closer.exception())
+            self._count("envs/close_failed")
+
+    def _count(self, name: str) -> None:
+        self._player.counts[name] += 1
+        if name.startswith("turns/"):
+            self.buffer.beat()
+
+    def _on_buffer_drop(self, group: Group, reason: str) -> None:
+        """The driver's take() dropped a group: the scheduler may start another."""
+        self._post(self._dispatcher.handle, Dropped(group.uid, reason))
+
+
+async def _result(call: Callable[[], Any]) -> Any:
+    """A plain call as a coroutine: it then runs on the loop."""
+    return call()
+
+
+async def _within(timeout_s: float, coroutine: Coroutine) -> Any:
+    async with asyncio.timeout(timeout_s):
+        return await coroutine

@@ -1,0 +1,72 @@
+"""Trajectory-level scheduling with bounded staleness: an episode starts as soon as a slot and the bound allow it.
+
+Owns: when a group or a missing member starts, and which groups in flight are too old to finish.
+Invariants, for each of the n tags (a batch holds need / n groups of each):
+- admission: groups issued and not consumed <= (1 + max_staleness) * need / n. A group is consumed when the version
+  that its step makes is published, not when it is taken: at max_staleness 0 nothing starts between take and publish, so
+  every token of a batch has the version that the batch trains.
+- age: when version v is published, a group whose oldest token is older than v - max_staleness can never be consumed
+  legally any more and is dropped at once. Admission alone does not give the bound: a slow episode may see many steps.
+- members first: a slot goes to a missing member of the oldest group before it goes to a new group, so no group starves.
+- fair tags: a new group goes to the tag with the fewest groups issued and not consumed.
+The number of groups issued is read from the View (the data), never counted here: a restart cannot admit too many.
+Source: RollArt, arXiv:2512.22560 (trajectory-level rollout, bound alpha evicted during the iteration); AReaL
+(arXiv:2505.24298) for the admission half. Differs: the age is that of the oldest sampled token, not of the start.
+"""
+
+from dataclasses import dataclass
+
+from rl_jax.rollout.scheduler import SchedulerConfig
+from rl_jax.types import Drop, Event, SchedulerAction, Start, View
+
+STALE = "stale"
+
+
+@dataclass(frozen=True)
+class TrajectoryState:
+    """JSON by construction."""
+
+    tags: tuple[str, ...]
+    group_size: int
+    max_staleness: int
+
+
+class TrajectoryScheduler:
+    """Implements types.SchedulerPolicy."""
+
+    def init(self, cfg: SchedulerConfig) -> TrajectoryState:
+        return TrajectoryState(tuple(cfg.tags), cfg.group_size, cfg.max_staleness)
+
+    def decide(
+        self, state: TrajectoryState, view: View, event: Event
+    ) -> tuple[TrajectoryState, list[SchedulerAction]]:
+        """The event itself does not matter: what is missing and what is too old is all in the View."""
+        oldest_allowed = view.version - state.max_staleness
+        drops = [Drop(g.group, STALE) for g in view.groups if g.oldest_version < oldest_allowed]
+        kept = [g for g in view.groups if g.oldest_version >= oldest_allowed]
+        free = dict(view.free)
+        starts = []
+        for group in sorted(kept, key=lambda g: g.issued_s):  # stable: ties in the order of issue
+            members = min(group.want - group.started, _free(free, group.tag))
+            if members > 0 and not group.deferred:
+                _use(free, group.tag, members)
+                starts.append(Start(group.group, members, group.tag))
+        issued = {tag: view.held.get(tag, 0) for tag in state.tags}
+        for group in kept:
+            issued[group.tag] = issued.get(group.tag, 0) + 1
+        limit = (1 + state.max_staleness) * view.need_groups // len(state.tags)
+        while open_tags := [t for t in state.tags if issued[t] < limit and _free(free, t) > 0]:
+            tag = min(open_tags, key=lambda t: (issued[t], state.tags.index(t)))
+            members = min(state.group_size, _free(free, tag))
+            _use(free, tag, members)
+            issued[tag] += 1
+            starts.append(Start(None, members, tag))
+        return state, [*drops, *starts]
+
+
+def _free(free: dict[str, int], tag: str) -> int:
+    return max(0, free.get(tag, free.get("", 0)))
+
+
+def _use(free: dict[str, int], tag: str, num: int) -> None:
+    free[tag if tag in free else ""] -= num
