@@ -1,0 +1,163 @@
+"""TaskStream: an endless, checkpointable order in which the tasks of several sources are issued.
+
+Owns: how many tasks each tag has issued; its whole state is these counts. Each source is a grain dataset of indices
+that is random access, so a count is a position and restoring costs nothing.
+
+Invariants
+    Every epoch of a tag issues each of its tasks exactly once, in an order of its own that depends on the seed, the
+    tag and the epoch only. Epochs are counted per tag.
+    index = (sizes of the sources before this one) + (the task's place in its source): unique across tags, the same in
+    every epoch. So (epoch, index) names an issued task, and a uid is run/epoch/index/sample.
+    Without a wish, the tag with the fewest issued so far is next, in the order of the sources: round robin.
+
+Must not: import an environment (task lists come ready), or wait.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rl_jax.types import Task
+
+
+class IssuedTask(NamedTuple):
+    task: Task
+    epoch: int  # of the task's tag, from 0
+    index: int  # unique across tags
+
+
+class TaskStream:
+    """The order of tasks. One thread at a time; state() may be read from any."""
+
+    def __init__(self, sources: Mapping[str, Sequence[Task]], seed: int, shuffle: bool = True):
+        """sources: tag -> its tasks, in a fixed order.
+
+        Raises: ValueError if there is no source or one without tasks.
+        """
+        empty = [tag for tag, tasks in sources.items() if not len(tasks)]
+        if empty or not sources:
+            raise ValueError(
+                f"no tasks to train on: {', '.join(empty) or 'tasks.sources is empty'}"
+            )
+        self._sources = dict(sources)
+        self._seed, self._shuffle = seed, shuffle
+        self._offsets: dict[str, int] = {}
+        num_tasks = 0
+        for tag, tasks in self._sources.items():
+            self._offsets[tag] = num_tasks
+            num_tasks += len(tasks)
+        self.num_tasks = num_tasks
+        self._order = {
+            tag: self._index_dataset(tag, len(tasks)) for tag, tasks in self._sources.items()
+        }
+        self._digests = {tag: _digest(tasks) for tag, tasks in self._sources.items()}
+        self._num_issued = dict.fromkeys(self._sources, 0)
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return tuple(self._sources)
+
+    def next(self, tag: str | None = None) -> IssuedTask:
+        """The next task of a tag; without a tag, of the one that is behind.
+
+        Raises: ValueError for an unknown tag.
+        """
+        if tag is None:
+            tag = min(self._num_issued, key=self._num_issued.get)
+        elif tag not in self._sources:
+            raise ValueError(
+                f"no task source has tag {tag!r}; use one of {', '.join(self._sources)}"
+            )
+        position = self._num_issued[tag]
+        self._num_issued[tag] = position + 1
+        epoch = position // len(self._sources[tag])
+        return self.task(epoch, self._offsets[tag] + self._order[tag][position])
+
+    def task(self, epoch: int, index: int) -> IssuedTask:
+        """The task that (epoch, index) names, issued or not: what was pending is issued again after a resume.
+
+        Raises: ValueError for an index outside the sources.
+        """
+        for tag, tasks in self._sources.items():
+            local = index - self._offsets[tag]
+            if 0 <= local < len(tasks):
+                return IssuedTask(tasks[local], epoch, index)
+        raise ValueError(f"task index {index} is outside 0..{self.num_tasks - 1}")
+
+    def state(self) -> dict[str, Any]:
+        """JSON: the position of every tag, and what the order depends on."""
+        tags = [
+            {
+                "tag": tag,
+                "issued": issued,
+                "size": len(self._sources[tag]),
+                "digest": self._digests[tag],
+            }
+            for tag, issued in list(self._num_issued.items())
+        ]
+        return {"seed": self._seed, "shuffle": self._shuffle, "tags": tags}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where state() was taken.
+
+        Raises: ValueError if seed, order of the tags or any task list is not that of the state: the same indices would
+        name other tasks.
+        """
+        now = self.state()
+        for key in ("seed", "shuffle"):
+            if now[key] != state[key]:
+                raise ValueError(
+                    f"the task stream was saved with {key}={state[key]}, not {now[key]}; restore it"
+                )
+        tags, saved_tags = ([entry["tag"] for entry in s["tags"]] for s in (now, state))
+        if tags != saved_tags:
+            raise ValueError(
+                f"the task stream was saved with tags {', '.join(saved_tags)} in that order, not {', '.join(tags)}; "
+                "restore tasks.sources or start a new run"
+            )
+        for entry, saved in zip(now["tags"], state["tags"]):
+            if (entry["size"], entry["digest"]) != (saved["size"], saved["digest"]):
+                raise ValueError(
+                    f"the {entry['size']} tasks of tag {entry['tag']!r} are not the {saved['size']} that the task "
+                    "stream was saved with; restore its source's config or start a new run"
+                )
+        self._num_issued = {saved["tag"]: saved["issued"] for saved in state["tags"]}
+
+    def _index_dataset(self, tag: str, size: int) -> Any:
+        """Position -> index in the source, as an endless grain dataset.
+
+        The permutation is ours: grain's own shuffle walks a cipher over 2^16 values down to the size of the source,
+        4 ms an index for 16 tasks, on the thread that all episodes run on.
+        """
+        import grain  # takes seconds and pulls in jax, which those who only need IssuedTask must not pay for
+
+        indices = grain.MapDataset.range(size).repeat()
+        if not self._shuffle:
+            return indices
+        order = _epoch_order(self._seed, tag, size)
+        return indices.map_with_index(lambda position, index: int(order(position // size)[index]))
+
+
+def _epoch_order(seed: int, tag: str, size: int) -> Callable[[int], np.ndarray]:
+    """epoch -> i64[size], a permutation; the last two epochs are kept."""
+    key = int.from_bytes(hashlib.sha256(f"tasks/{seed}/{tag}".encode()).digest()[:8], "little")
+
+    @lru_cache(maxsize=2)
+    def order(epoch: int) -> np.ndarray:
+        # A bit generator's raw stream is the same in every numpy, which Generator.permutation's is not.
+        raw = np.random.Philox(key=[key, epoch]).random_raw(size)
+        return np.argsort(raw, kind="stable")
+
+    return order
+
+
+def _digest(tasks: Sequence[Task]) -> str:
+    """Of ids and prompts."""
+    digest = hashlib.sha256()
+    for i in range(len(tasks)):
+        said = [(message.role, message.content) for message in tasks[i].messages]
+        digest.update(f"{tasks[i].id} {said}\n".encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()[:16]
