@@ -72,6 +72,8 @@ class TaskSource:
     tag: str = "frozen_lake"
     env: str = "frozen_lake"  # a name of ENVS, or "package.module:attribute"
     reward: str = "env"  # "env" = sum of the environment's step rewards, or a name of REWARDS
+    script_episodes: int = 512  # scripted episodes of the warm start, reused in shuffled passes; 0 = none of this tag
+    script_skill: float = 0.6  # share of them whose script is the solution, the rest act at random; 0..1
     config: Mapping[str, Any] = field(default_factory=dict)  # passed to the environment
 
 
@@ -132,7 +134,6 @@ class WarmStartSettings:
     steps: int = 0  # 0 = none
     batch_episodes: int = 64
     learning_rate: float = 2e-3
-    skill: float = 0.6  # share of scripted episodes whose script is the solution, the rest act at random; 0..1
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,8 @@ class WeightSettings:
 @dataclass(frozen=True)
 class CheckpointSettings:
     every: int = 0  # steps; 0 = only at the end
-    keep: int = 2
+    keep: int = 2  # newest steps that are kept; at least 1
+    deadline_s: float = 600.0  # longest wait for one save to reach the disk
 
 
 @dataclass(frozen=True)

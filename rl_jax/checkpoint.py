@@ -1,0 +1,351 @@
+"""Checkpoints: a bundle per step that is either whole and verified or not used. The only file that imports orbax.
+
+    <run>/checkpoints/step_12/MANIFEST.json    step, version, config hash, libraries, extra, leaves, every file's size
+                                               and sha256, and a sha256 of the manifest itself
+    <run>/checkpoints/step_12/state/...        the train state, as orbax writes it
+    <run>/checkpoints/quarantine/              what did not verify; moved, never deleted
+
+Orbax writes sharded arrays fast and restores them onto any mesh, but it returns flipped bits without an error and does
+not fall back to an older step; the manifest and `latest` do that.
+Life of a save: 1 arrays leave the devices (`save` returns: the learner may donate them); then on a thread: 2 orbax ends
+writing into a temporary directory, 3 every file is synced and hashed, the manifest is written and synced, 4 one rename
+makes it step_N, 5 older steps beyond `keep` are deleted. A kill at any point leaves the older steps whole.
+Invariants: a directory step_N was complete when it got its name; a step is used only after all its bytes verified; an
+error of a save is raised by the next `save` or `wait`.
+Must not: choose what to do about a failure, or know what the state means: leaves are a flat name -> array dict.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import threading
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from rl_jax.settings import CheckpointSettings
+
+MANIFEST, STATE, QUARANTINE = "MANIFEST.json", "state", "quarantine"
+FORMAT = 1
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+READ_BYTES = 1 << 20
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, verified or read as asked."""
+
+
+class Checkpointer:
+    """Sole writer of <run>/checkpoints. Used from one thread."""
+
+    def __init__(self, run_dir: str | Path, settings: CheckpointSettings, config_hash: str = ""):
+        """config_hash: stored in every manifest. Ends what a killed process left: a complete bundle gets its name."""
+        self.directory = Path(run_dir).absolute() / "checkpoints"
+        self._settings, self._config_hash = settings, config_hash
+        self._verified: set[int] = set()
+        self._orbax: Any = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._sweep()
+
+    def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
+        """Begins to write `state` (a pytree of arrays; it may be donated after this returns) and `extra` (JSON).
+
+        Waits for the save before. A step saved already is replaced. Raises: CheckpointError of the save before or if
+        extra is not JSON (NaN included).
+        """
+        self.wait()
+        leaves = _flatten(state)
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "version": step,  # the policy version a step makes is its number
+            "config_hash": self._config_hash,
+            "libraries": _libraries(),
+            "extra": dict(extra),
+            "leaves": {name: [str(x.dtype), list(x.shape)] for name, x in leaves.items()},
+        }
+        try:
+            json.dumps(manifest, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"extra of step {step} is not JSON: {error}") from error
+        temporary = self.directory / f".tmp_step_{step}"
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            self._open_orbax().save(temporary / STATE, args=_save_args(leaves))
+        except Exception as error:  # the boundary to orbax and the disk
+            raise self._failed(step, error) from error
+        self._thread = threading.Thread(
+            target=self._finish, args=(step, temporary, manifest), name=f"save-{step}", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns once the save under way is on the disk. Raises: CheckpointError if it failed or is overdue."""
+        if self._thread is not None:
+            self._thread.join(self._settings.deadline_s)
+            if self._thread.is_alive():
+                raise CheckpointError(
+                    f"{self._thread.name} into {self.directory} is not done after {self._settings.deadline_s:g} s"
+                    " (checkpoint.deadline_s); is the file system stuck?"
+                )
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def latest(self) -> int | None:
+        """The newest step whose bytes all verify, None if there is none. Newer ones that do not are quarantined."""
+        self.wait()
+        for step in sorted(self._steps(), reverse=True):
+            if (fault := self._fault(step)) is None:
+                return step
+            self._quarantine(step, fault)
+        return None
+
+    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+        """(state, extra) of a step. abstract_state: a pytree of ShapeDtypeStruct; each leaf's sharding says where it
+        goes (the first device if it has none), on whatever mesh, and its dtype must be the saved one.
+
+        Raises: CheckpointError naming the file that does not verify, or the leaves that differ from what was saved.
+        """
+        self.wait()
+        fault = self._fault(step)
+        if fault is not None:
+            raise CheckpointError(
+                f"checkpoint step_{step} in {self.directory} cannot be used: {fault}"
+            )
+        manifest = self.manifest(step)
+        want = _flatten(abstract_state)
+        _check_leaves(step, manifest["leaves"], want)
+        try:
+            leaves = self._open_orbax().restore(
+                self._path(step) / STATE,
+                args=_restore_args({n: _placed(x) for n, x in want.items()}),
+            )
+        except Exception as error:  # the boundary to orbax
+            raise CheckpointError(f"orbax cannot restore {self._path(step)}: {error}") from error
+        treedef = jax.tree.structure(abstract_state)
+        return jax.tree.unflatten(treedef, [leaves[name] for name in want]), manifest["extra"]
+
+    def manifest(self, step: int) -> dict[str, Any]:
+        """MANIFEST.json of a step, unverified. Raises: OSError, ValueError."""
+        return json.loads((self._path(step) / MANIFEST).read_bytes())
+
+    def _finish(self, step: int, temporary: Path, manifest: dict[str, Any]) -> None:
+        """Steps 2 to 5 of a save, on its thread."""
+        try:
+            self._orbax.wait_until_finished()
+            manifest["files"] = _sync_and_hash(temporary)
+            manifest["sha256"] = _manifest_sha(manifest)
+            _write_synced(temporary / MANIFEST, json.dumps(manifest, allow_nan=False, indent=1))
+            self._commit(step, temporary)
+            self._verified.add(step)
+            self._retain()
+        except BaseException as error:  # raised by the next save or wait
+            self._error = self._failed(step, error)
+            shutil.rmtree(temporary, ignore_errors=True)  # on a full disk the space is wanted back
+
+    def _commit(self, step: int, temporary: Path) -> None:
+        """One rename. A bundle of the same step is set aside first; a kill in between is mended by _sweep."""
+        final, trash = self._path(step), self.directory / f".trash_step_{step}"
+        _sync_directories(temporary)
+        if final.exists():
+            shutil.rmtree(trash, ignore_errors=True)
+            final.rename(trash)
+        temporary.rename(final)
+        _sync_path(self.directory)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def _retain(self) -> None:
+        """Deletes steps older than the newest `keep`; each loses its name before its bytes."""
+        for step in sorted(self._steps())[: -max(1, self._settings.keep)]:
+            trash = self.directory / f".trash_step_{step}"
+            self._path(step).rename(trash)
+            shutil.rmtree(trash)
+            self._verified.discard(step)
+
+    def _sweep(self) -> None:
+        """What a killed process left: complete bundles get their name, the rest goes."""
+        if not self.directory.is_dir():
+            return
+        for path in self.directory.glob(".tmp_step_*"):
+            final = self.directory / path.name.removeprefix(".tmp_")
+            if not final.exists() and _verify(path) is None:
+                path.rename(final)
+                _sync_path(self.directory)
+            else:
+                shutil.rmtree(path)
+        for path in self.directory.glob(".trash_step_*"):
+            shutil.rmtree(path)
+
+    def _fault(self, step: int) -> str | None:
+        """Why a step cannot be used; None if all its bytes verify. Asked once a process and step."""
+        if step in self._verified:
+            return None
+        fault = _verify(self._path(step))
+        if fault is None:
+            self._verified.add(step)
+        return fault
+
+    def _quarantine(self, step: int, fault: str) -> None:
+        place = self.directory / QUARANTINE
+        place.mkdir(exist_ok=True)
+        target, copies = place / f"step_{step}", 0
+        while target.exists():
+            copies += 1
+            target = place / f"step_{step}.{copies}"
+        self._path(step).rename(target)
+        log.error(
+            "CHECKPOINT step_%d IS CORRUPT (%s); moved to %s, trying the one before",
+            step,
+            fault,
+            target,
+        )
+
+    def _failed(self, step: int, error: BaseException) -> CheckpointError:
+        return CheckpointError(
+            f"step {step} was not saved into {self.directory}: {type(error).__name__}: {error};"
+            " older steps are whole; free space or fix the directory, then save again"
+        )
+
+    def _steps(self) -> list[int]:
+        names = (p.name.removeprefix("step_") for p in self.directory.glob("step_*"))
+        return [int(n) for n in names if n.isdecimal()]
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step_{step}"
+
+    def _open_orbax(self) -> Any:
+        if self._orbax is None:
+            import orbax.checkpoint as ocp  # takes 2.8 s, so only who saves or restores pays
+
+            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        return self._orbax
+
+
+def _save_args(leaves: Mapping[str, Any]) -> Any:
+    import orbax.checkpoint as ocp
+
+    return ocp.args.PyTreeSave(dict(leaves))
+
+
+def _restore_args(leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
+    import orbax.checkpoint as ocp
+
+    places = {
+        name: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, global_shape=x.shape)
+        for name, x in leaves.items()
+    }
+    return ocp.args.PyTreeRestore(item=dict(leaves), restore_args=places)
+
+
+def _flatten(tree: Any) -> dict[str, Any]:
+    """Leaves by a readable path such as params/layers.0.attention.query; independent of container types."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in flat}
+    assert len(leaves) == len(flat), "two leaves of the state have one path"
+    return leaves
+
+
+def _placed(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _check_leaves(step: int, saved: Mapping[str, list], want: Mapping[str, Any]) -> None:
+    asked = {name: [str(x.dtype), list(x.shape)] for name, x in want.items()}
+    odd = sorted(n for n in saved.keys() | asked.keys() if saved.get(n) != asked.get(n))
+    if odd:
+        name = odd[0]
+        raise CheckpointError(
+            f"checkpoint step_{step} does not fit this model and optimizer: {len(odd)} of {len(asked)} leaves differ,"
+            f" first {name}: saved {saved.get(name, 'nothing')}, wanted {asked.get(name, 'nothing')};"
+            " resume with the settings it was saved with"
+        )
+
+
+def _verify(path: Path) -> str | None:
+    """What is wrong with a bundle; None if every byte is as its manifest says."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        if manifest["sha256"] != _manifest_sha(manifest):
+            return f"{MANIFEST} does not match its own sha256"
+        if manifest["format"] != FORMAT:
+            return f"{MANIFEST} has format {manifest['format']}, this version reads {FORMAT}"
+        if path.name.removeprefix(".tmp_") != f"step_{manifest['step']}":
+            return f"{MANIFEST} is of step {manifest['step']}"
+        for name, entry in manifest["files"].items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != entry["size"]:
+                return f"{name} has {file.stat().st_size} bytes, not {entry['size']}"
+            if _sha256(file) != entry["sha256"]:
+                return f"{name} does not match its sha256"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read: {type(error).__name__}: {error}"
+    return None
+
+
+def _sync_and_hash(root: Path) -> dict[str, dict[str, Any]]:
+    """Every file below root: durable, with its size and sha256."""
+    files = {}
+    for path in sorted(p for p in root.rglob("*") if p.is_file()):
+        _sync_path(path)
+        files[path.relative_to(root).as_posix()] = {
+            "size": path.stat().st_size,
+            "sha256": _sha256(path),
+        }
+    return files
+
+
+def _sync_directories(root: Path) -> None:
+    for path in [*(p for p in root.rglob("*") if p.is_dir()), root]:
+        _sync_path(path)
+
+
+def _sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _manifest_sha(manifest: Mapping[str, Any]) -> str:
+    """Of everything in the manifest but this value itself."""
+    rest = {k: v for k, v in manifest.items() if k != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def _libraries() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in LIBRARIES},
+    }
