@@ -17,9 +17,11 @@ class Piece:
 
 
 def cut(wanted: Sequence[int], max_tokens: int, max_requests: int) -> list[int]:
-    """How many tokens of each request the next chunk takes, in order: all that fit, the last one perhaps in part.
+    """How many tokens of each request the next chunk takes, in order: all that fit, the last one
+    perhaps in part.
 
-    wanted: tokens each request still needs, at least 1. Returns a list no longer than wanted, all entries at least 1.
+    wanted: tokens each request still needs, at least 1. Returns a list no longer than wanted, all
+    entries at least 1.
     """
     taken, left = [], max_tokens
     for num_tokens in wanted[:max_requests]:
@@ -31,7 +33,8 @@ def cut(wanted: Sequence[int], max_tokens: int, max_requests: int) -> list[int]:
 
 
 def pack(pieces: Sequence[Piece], chunk_sizes: Sequence[int]) -> PrefillChunk:
-    """One chunk of the smallest size that holds the pieces, padded with segment -1; request r is pieces[r].
+    """One chunk of the smallest size that holds the pieces, padded with segment -1; request r is
+    pieces[r].
 
     chunk_sizes: ascending. Raises ValueError if the pieces exceed the largest.
     """

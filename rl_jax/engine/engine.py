@@ -1,15 +1,20 @@
-"""JaxEngine: the compiled prefill, insert, append, generate, extract and free over (params, DecodeState).
+"""JaxEngine: the compiled prefill, insert, append, generate, extract and free over (params,
+DecodeState).
 
-Owns: the compiled programs, the buckets that keep their number small, and the layout of params and KV on one server's mesh.
-Invariants: the state given in is donated and never touched again; shapes inside jit come from settings and buckets only;
-the result for a request does not depend on slots, neighbours or block size (programs.py says down to which bits).
-A request's life: 1 `prefill` computes the KV of context[:-1] on a scratch cache, started from a Prefix where one is given
-(or `append` does it in place, chunk by chunk). 2 `insert` copies Prefixes to slots and arms them: context, seed, budget,
-stop ids. 3 `generate` samples blocks until the device itself ends the slot. 4 the next turn's suffix, which starts with the
-last sampled token, is appended and the slot armed again. 5 `free` stops a slot; `extract` copies its KV out.
-Host arrays that are passed in may be read after the call returns (the CPU backend aliases numpy memory): callers never
-write to them again.
-Must not: know versions, sessions, threads or text; convert weights (they come in the model's dtype, in param_shardings).
+Owns: the compiled programs, the buckets that keep their number small, and the layout of params and
+KV on one server's mesh.
+Invariants: the state given in is donated and never touched again; shapes inside jit come from
+settings and buckets only; the result for a request does not depend on slots, neighbours or block
+size (programs.py says down to which bits).
+A request's life: 1 `prefill` computes the KV of context[:-1] on a scratch cache, started from a
+Prefix where one is given (or `append` does it in place, chunk by chunk). 2 `insert` copies Prefixes
+to slots and arms them: context, seed, budget, stop ids. 3 `generate` samples blocks until the
+device itself ends the slot. 4 the next turn's suffix, which starts with the last sampled token, is
+appended and the slot armed again. 5 `free` stops a slot; `extract` copies its KV out. Host arrays
+that are passed in may be read after the call returns (the CPU backend aliases numpy memory):
+callers never write to them again.
+Must not: know versions, sessions, threads or text; convert weights (they come in the model's dtype,
+in param_shardings).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +31,15 @@ from rl_jax.engine.state import Cache, DecodeState, SlotState
 from rl_jax.mesh import named_sharding, shardings
 from rl_jax.models.model import Model
 from rl_jax.settings import EngineSettings
-from rl_jax.types import BlockTokens, Prefix, PrefillChunk, SlotSampling
+from rl_jax.types import BlockTokens, PrefillChunk, Prefix, SlotSampling
 
-MIN_VISIBLE = 256  # cache positions of the smallest attention bucket; each next one is 4 times larger
-MIN_TILE, MAX_TILE = 16, 128  # queries of one attention tile: few suit short suffixes, many suit long chunks
+MIN_VISIBLE = (
+    256  # cache positions of the smallest attention bucket; each next one is 4 times larger
+)
+MIN_TILE, MAX_TILE = (
+    16,
+    128,
+)  # queries of one attention tile: few suit short suffixes, many suit long chunks
 KEY_DATA = 2  # 32-bit words of a threefry key
 
 
@@ -37,9 +47,16 @@ class JaxEngine:
     """types.Engine over one Model on one mesh."""
 
     def __init__(
-        self, model: Model, mesh: jax.sharding.Mesh, rules_serve, settings: EngineSettings, name: str
+        self,
+        model: Model,
+        mesh: jax.sharding.Mesh,
+        rules_serve,
+        settings: EngineSettings,
+        name: str,
     ):
-        """rules_serve: (logical axis, mesh axes) pairs of the server. Allocates nothing; compiles at the first calls."""
+        """rules_serve: (logical axis, mesh axes) pairs of the server. Allocates nothing; compiles
+        at the first calls.
+        """
         self.model, self.mesh, self.settings, self.name = model, mesh, settings, name
         s = model.settings
         self.dtype = jnp.dtype(s.dtype)
@@ -66,18 +83,24 @@ class JaxEngine:
         return self._init_state()
 
     def zero_params(self) -> dict[str, jax.Array]:
-        """Weights of zeros in the served dtype and layout, to compile with before real ones have come."""
+        """Weights of zeros in the served dtype and layout, to compile with before real ones have
+        come.
+        """
         return self._zero_params()
 
     # --- the six verbs ----------------------------------------------------------------------
 
     def prefill(
-        self, params: Mapping[str, jax.Array], chunk: PrefillChunk, prefixes: Sequence[Prefix | None]
+        self,
+        params: Mapping[str, jax.Array],
+        chunk: PrefillChunk,
+        prefixes: Sequence[Prefix | None],
     ) -> tuple[Prefix, ...]:
         """KV of the chunk's requests, each on top of its Prefix (None = from position 0).
 
-        Returns: per request a Prefix of prefix + chunk tokens whose arrays [R, T, K, Dh] the requests share (`row` is its
-        own); version -1 and no hash: the caller knows them. Prefixes stay valid.
+        Returns: per request a Prefix of prefix + chunk tokens whose arrays [R, T, K, Dh] the
+        requests share (`row` is its own); version -1 and no hash: the caller knows them. Prefixes
+        stay valid.
         """
         visible = self._visible(chunk)
         kv = self._scratch(visible)
@@ -99,7 +122,9 @@ class JaxEngine:
         slots: np.ndarray,
         chunk: PrefillChunk,
     ) -> DecodeState:
-        """The state with the chunk's KV written to the live slots i32[R]; request r of the chunk goes to slots[r]."""
+        """The state with the chunk's KV written to the live slots i32[R]; request r of the chunk
+        goes to slots[r].
+        """
         rows = np.full(self.num_requests, self.settings.slots, np.int32)
         rows[: len(slots)] = slots
         kv = self._extend_state(
@@ -115,7 +140,9 @@ class JaxEngine:
         slots: np.ndarray,
         sampling: SlotSampling,
     ) -> DecodeState:
-        """Copy each Prefix (None = the slot's own KV stays) to its slot and arm the slots i32[R] for generate."""
+        """Copy each Prefix (None = the slot's own KV stays) to its slot and arm the slots i32[R]
+        for generate.
+        """
         kv = state.kv
         for source, rows in self._by_source(prefixes, slots, self.settings.slots):
             kv = self._insert_state(kv, source, rows)
@@ -125,14 +152,18 @@ class JaxEngine:
     def generate(
         self, params: Mapping[str, jax.Array], state: DecodeState
     ) -> tuple[DecodeState, BlockTokens]:
-        """One block of steps_per_block steps; the copy of its tokens to the host is already under way."""
+        """One block of steps_per_block steps; the copy of its tokens to the host is already under
+        way.
+        """
         state, made = self._generate(params, state)
         for array in made:
             array.copy_to_host_async()
         return state, BlockTokens(*made)
 
     def extract(self, state: DecodeState, slot: int) -> Prefix:
-        """A copy of the KV of one slot: context[:-1] as last armed or generated. Waits for the device."""
+        """A copy of the KV of one slot: context[:-1] as last armed or generated. Waits for the
+        device.
+        """
         num_tokens = max(int(state.slots.context_length[slot]) - 1, 0)
         kv = self._read_row(state.kv, np.int32(slot))
         return Prefix(kv, num_tokens, -1, None, "", self.spec)
@@ -151,7 +182,8 @@ class JaxEngine:
         return self.settings.chunk_requests
 
     def warmup(self, params: Mapping[str, jax.Array], *, decode: bool = True) -> int:
-        """Compile what a decode (or else a prefill) server will call, so that no request waits for it.
+        """Compile what a decode (or else a prefill) server will call, so that no request waits for
+        it.
 
         Runs each program once on padding. Returns: the number of programs.
         """
@@ -242,7 +274,9 @@ class JaxEngine:
         return chunk.tokens, chunk.segment, chunk.position, lengths
 
     def _by_source(self, prefixes: Sequence[Prefix | None], slots: np.ndarray, num_rows: int):
-        """(kv, i32[rows of kv] destination or out of range) of each batch of prefixes that share their arrays."""
+        """(kv, i32[rows of kv] destination or out of range) of each batch of prefixes that share
+        their arrays.
+        """
         sources: dict[int, tuple[Cache, np.ndarray]] = {}
         for prefix, slot in zip(prefixes, slots):
             if prefix is None:
@@ -300,7 +334,9 @@ def end_positions(chunk: PrefillChunk) -> list[int]:
 
 
 def padding_chunk(size: int, num_requests: int, visible: int) -> PrefillChunk:
-    """A chunk that writes nothing yet selects the program of `size` and `visible`: one token, of no request's row."""
+    """A chunk that writes nothing yet selects the program of `size` and `visible`: one token, of no
+    request's row.
+    """
     segment = np.full(size, -1, np.int32)
     segment[0] = 0
     position = np.zeros(size, np.int32)

@@ -1,14 +1,16 @@
 """The traced programs of an engine, as pure functions; engine.py compiles them.
 
-`extend` serves prefill and append: packed tokens of R requests go through the model as one [1, C] row. Each layer writes
-its k, v to (row of the request, position) of the cache, then attends from tiles: the packed queries of one request are cut
-into tiles of `tile` queries, and each tile reads its own request's cache row, masked by position. Per-tile reads cost C/tile
-copies of a cache row and no work between requests.
-`generate` makes several decode steps in one dispatch, layers written out, one KV buffer per layer.
+`extend` serves prefill and append: packed tokens of R requests go through the model as one [1, C]
+row. Each layer writes its k, v to (row of the request, position) of the cache, then attends from
+tiles: the packed queries of one request are cut into tiles of `tile` queries, and each tile reads
+its own request's cache row, masked by position. Per-tile reads cost C/tile copies of a cache row
+and no work between requests. `generate` makes several decode steps in one dispatch, layers written
+out, one KV buffer per layer.
 Padding never writes: its row index is out of range and the scatter drops it (mode="drop").
-Invariants: a token's KV and logits depend on its own request only. On CPU in float32 its bits do not depend on the slot,
-on the position in the chunk or on the neighbours (tests/engine hold that); they also do not depend on the chunk's size
-while every contraction of the model is at most 256 long, beyond which XLA's matmul may block otherwise for other row counts.
+Invariants: a token's KV and logits depend on its own request only. On CPU in float32 its bits do
+not depend on the slot, on the position in the chunk or on the neighbours (tests/engine hold that);
+they also do not depend on the chunk's size while every contraction of the model is at most 256
+long, beyond which XLA's matmul may block otherwise for other row counts.
 """
 
 from dataclasses import replace
@@ -36,8 +38,10 @@ def extend(
     visible: int,  # cache positions a query may see; at least 1 + the highest position
     tile: int,
 ) -> Cache:
-    """The cache with the k, v of the packed tokens written. Tokens of one segment are contiguous and in order."""
-    num_rows, C = kv[0][0].shape[0], tokens.shape[0]
+    """The cache with the k, v of the packed tokens written. Tokens of one segment are contiguous
+    and in order.
+    """
+    num_rows = kv[0][0].shape[0]
     real = segment >= 0
     token_row = jnp.where(real, rows[segment], num_rows)  # [C]
     of_tile, of_token = tile_index(segment, lengths, tile)  # [N, tile], [C]
@@ -63,13 +67,11 @@ def extend(
     return tuple(new_kv)
 
 
-def tile_index(
-    segment: jax.Array, lengths: jax.Array, tile: int
-) -> tuple[jax.Array, jax.Array]:
+def tile_index(segment: jax.Array, lengths: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     """Where packed tokens stand in tiles that never mix segments.
 
-    Returns: (i32[N, tile] packed index of each tile place, C where none; i32[C] flat tile place of each packed token,
-    N * tile for padding). N = C / tile + R covers every packing.
+    Returns: (i32[N, tile] packed index of each tile place, C where none; i32[C] flat tile place of
+    each packed token, N * tile for padding). N = C / tile + R covers every packing.
     """
     C, R = segment.shape[0], lengths.shape[0]
     num_tiles = -(-C // tile) + R
@@ -89,8 +91,8 @@ def generate(
 ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
     """`steps` decode steps of all active slots.
 
-    Returns: the new state and (tokens i32[S, k], logprobs f32[S, k], sampled_logprobs f32[S, k], valid bool[S, k],
-    finish i8[S], slot_epoch i32[S], nan bool[S]).
+    Returns: the new state and (tokens i32[S, k], logprobs f32[S, k], sampled_logprobs f32[S, k],
+    valid bool[S, k], finish i8[S], slot_epoch i32[S], nan bool[S]).
     """
     S = state.slots.active.shape[0]
     carry = (state.kv, state.slots, jnp.zeros(S, jnp.int8), jnp.zeros(S, bool))
@@ -136,7 +138,8 @@ def advance(
 ) -> tuple[SlotState, jax.Array, jax.Array]:
     """Account for one sampled token per active slot.
 
-    Of several reasons to end the first of eos, stop, length, context holds; non-finite logits end as error, without token.
+    Of several reasons to end the first of eos, stop, length, context holds; non-finite logits end
+    as error, without token.
     Returns: (slots, i8[S] finish code or 0, bool[S] whether the token is real).
     """
     s = slots
@@ -166,7 +169,9 @@ def advance(
 
 
 def insert_rows(kv: Cache, source: Cache, rows: jax.Array) -> Cache:
-    """Copy row r of `source` (k, v [R, T, K, Dh]) to the first T positions of row rows[r]; out of range = not copied."""
+    """Copy row r of `source` (k, v [R, T, K, Dh]) to the first T positions of row rows[r]; out of
+    range = not copied.
+    """
     return tuple(
         tuple(
             into.at[rows, : rows_of.shape[1]].set(rows_of, mode="drop")

@@ -1,9 +1,10 @@
 """Sampling: one token per slot from float32 logits, and its log-probs.
 
-Invariants: a slot's token depends on its own logits, sampling numbers, seed and token index only (Gumbel-max with the key
-fold_in(key(seed), token_index)), so neither the slot nor the other requests nor the block size can change it.
-`logprobs` is the distribution that is trained: log_softmax(logits / temperature), without top-p and top-k;
-`sampled_logprobs` is the one sampled from. Greedy (temperature 0) uses temperature 1 for both.
+Invariants: a slot's token depends on its own logits, sampling numbers, seed and token index only
+(Gumbel-max with the key fold_in(key(seed), token_index)), so neither the slot nor the other
+requests nor the block size can change it. `logprobs` is the distribution that is trained:
+log_softmax(logits / temperature), without top-p and top-k; `sampled_logprobs` is the one sampled
+from. Greedy (temperature 0) uses temperature 1 for both.
 """
 
 from typing import NamedTuple
@@ -23,19 +24,26 @@ class Sampled(NamedTuple):
 def sample(
     logits: Float[Array, "S V"],
     key: Int[Array, "S 2"],
-    token_index: Int[Array, "S"],
-    temperature: Float[Array, "S"],
-    top_p: Float[Array, "S"],
-    top_k: Int[Array, "S"],
+    token_index: Int[Array, " S"],
+    temperature: Float[Array, " S"],
+    top_p: Float[Array, " S"],
+    top_k: Int[Array, " S"],
 ) -> Sampled:
-    """One token per row. key: u32[S, 2] threefry key data. top_p >= 1 and top_k <= 0 switch a row's filter off."""
+    """One token per row. key: u32[S, 2] threefry key data. top_p >= 1 and top_k <= 0 switch a row's
+    filter off.
+    """
     logits = logits.astype(jnp.float32)
     greedy = temperature <= 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     wants_filter = ((top_k > 0) | (top_p < 1)) & ~greedy
     # Sorting the vocabulary costs more than the rest together: only where some row asks for it.
     allowed = jax.lax.cond(
-        wants_filter.any(), allowed_tokens, lambda scaled, p, k: scaled == scaled, scaled, top_p, top_k
+        wants_filter.any(),
+        allowed_tokens,
+        lambda scaled, p, k: scaled == scaled,
+        scaled,
+        top_p,
+        top_k,
     )
     filtered = jnp.where(wants_filter[:, None] & ~allowed, -jnp.inf, scaled)
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(key, token_index, logits.shape[-1])
@@ -50,9 +58,10 @@ def sample(
 
 
 def allowed_tokens(
-    scaled: Float[Array, "S V"], top_p: Float[Array, "S"], top_k: Int[Array, "S"]
+    scaled: Float[Array, "S V"], top_p: Float[Array, " S"], top_k: Int[Array, " S"]
 ) -> Bool[Array, "S V"]:
-    """The top_k most likely tokens, and of those the fewest whose renormalised mass reaches top_p (always at least one).
+    """The top_k most likely tokens, and of those the fewest whose renormalised mass reaches top_p
+    (always at least one).
 
     Ties go to the lower id, so exactly top_k tokens stay.
     """

@@ -1,10 +1,11 @@
 """DecodeState: everything a decode server keeps on its devices between two dispatches.
 
-Owns: the pytree's fields and the codes by which a block says why a slot ended. Invariants: one KV buffer per layer and per
-k and v (donated together, so k and v are never the same array); the KV of a slot covers its context without the last
-token, which is the next input of generate: every token is sampled at one site. A slot that is not `active` neither
-advances nor writes KV.
-Must not: hold host arrays, or anything the host could know by itself (sessions, versions, deadlines).
+Owns: the pytree's fields and the codes by which a block says why a slot ended. Invariants: one KV
+buffer per layer and per k and v (donated together, so k and v are never the same array); the KV of
+a slot covers its context without the last token, which is the next input of generate: every token
+is sampled at one site. A slot that is not `active` neither advances nor writes KV.
+Must not: hold host arrays, or anything the host could know by itself (sessions, versions,
+deadlines).
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,391 @@
+"""DecodeServer: one thread round one engine; sole owner of its DecodeState and of the order in
+which things happen to it.
+
+One iteration of the loop, between any two of which commands are obeyed:
+1. Commands: requests, aborts, releases, pause, drain, commit, fence.
+2. Deadlines. 3. Waiting turns get slots; a Prefix handed over is used if its version allows it.
+4. At most one chunk extends KV: suffixes of live histories, contexts that came without a Prefix,
+   rebuilding after a swap.
+5. Turns whose KV is complete are armed (Started). 6. One block is generated; its tokens (Tokens)
+   and ends (Finished) are written to the event stream, each with the version of the weights that
+   made them. So a commit waits for one block and one chunk, never for a turn. Under `recompute` a
+   swap parks all generating turns; each decodes again as soon as its own KV is rebuilt. Under
+   `keep` they go on at once and their tokens are marked mixed.
+Invariants: every accepted request ends in exactly one on_done, on this thread; a request refused at
+the door (closed, fenced) is answered on the caller's. Nothing waits without a deadline, and an idle
+loop sleeps until a command or a deadline comes.
+Must not: hold a lock while it computes; know text, environments or other servers.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rl_jax.engine.chunks import pack
+from rl_jax.engine.state import FINISH_REASONS, RUNNING
+from rl_jax.serve import commands
+from rl_jax.serve.commands import Add, Command, Commit, Drain, OnDone
+from rl_jax.serve.events import Event, EventStream, Finished, Started, Swapped, Tokens
+from rl_jax.serve.loop import Loop, answer
+from rl_jax.serve.request_table import RequestTable
+from rl_jax.serve.sessions import ActiveTurn
+from rl_jax.serve.staging import StagedWeights
+from rl_jax.settings import ServeSettings
+from rl_jax.types import Ack, BlockTokens, Digest, FinishReason, Prefix, TurnError, TurnRequest
+
+IDLE_S = 1.0  # longest sleep of an idle loop; every command ends it at once
+
+
+class DecodeServer:
+    """Implements SyncTarget. All public methods may be called from any thread."""
+
+    kind = "decode"
+
+    def __init__(
+        self,
+        name: str,
+        pool: str,
+        engine: Any,
+        settings: ServeSettings,
+        *,
+        tags: Sequence[str] = (),
+        hardware: str = "",
+    ):
+        """engine: types.Engine with mesh, param_shardings, settings, zero_params, warmup. Starts
+        without weights.
+        """
+        self.name, self.pool, self.engine, self.settings = name, pool, engine, settings
+        self.tags, self.hardware = tuple(tags), hardware
+        self.version = -1  # of the weights in use; written by the server's thread
+        self._table = RequestTable(name, pool, engine.settings, settings)
+        self._events = EventStream(self._table.consume)
+        self._staged = StagedWeights(name, engine.param_shardings)
+        self._loop = Loop(
+            name,
+            settings.stop_deadline_s,
+            prepare=self._prepare,
+            idle_s=self._idle_s,
+            step=self._step,
+            fail=self._fail,
+            refuse=self._refuse,
+        )
+        self._params: Mapping[str, Any] | None = None
+        self._state: Any = None
+        self._epoch = 0
+        self._is_paused = False
+        self._drains: list[Drain] = []  # not empty: requests are refused until `resume`
+        self._times = {"block_s": 0.0, "chunk_s": 0.0, "host_s": 0.0}
+
+    # --- life -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, which compiles first; requests and commits may come at once."""
+        self._loop.start()
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Wait until all programs are compiled. Raises: TimeoutError; RuntimeError if the thread
+        died.
+        """
+        self._loop.wait_ready(deadline_s)
+
+    def close(self) -> None:
+        """Fail what is left (TurnError closed) and join the thread. Raises: TimeoutError if it is
+        stuck.
+        """
+        self._loop.close()
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def submit(self, request: TurnRequest, prefix: Prefix | None, on_done: OnDone) -> None:
+        """Ask for one Turn. prefix: KV of context[:-1] on this server's mesh, or None.
+
+        on_done gets the Turn or a TurnError exactly once, on the server's thread (on the caller's
+        if the server is closed or fenced); it must return at once.
+        """
+        add = Add(request, prefix, on_done, time.monotonic())
+        if self._loop.fenced is None:
+            self._loop.put(add)
+        else:
+            self._refuse(add, self._loop.error())
+
+    def abort(self, uid: str, reason: str) -> None:
+        """End every turn of the uid that was submitted before, with finish=ABORT and what was
+        sampled.
+        """
+        self._loop.put(commands.Abort(uid, reason))
+
+    def release(self, session: str) -> None:
+        """The session's slot may be used for another one."""
+        self._loop.put(commands.Release(session))
+
+    def live_tokens(self, session: str, version: int) -> int:
+        """Tokens of the session whose KV a turn under this version could reuse here, as of now."""
+        held = self._table.sessions.get(session)
+        if held is None or held.slot is None:
+            return 0
+        fits = self._table.kv_policy == "keep" or not held.is_mixed(version)
+        return held.kv_tokens if fits else 0
+
+    # --- control ----------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Stop after the block under way; commands are still obeyed."""
+        self._loop.put(commands.Pause())
+
+    def resume(self) -> None:
+        """End a pause or a drain."""
+        self._loop.put(commands.Resume())
+
+    def drain(self, deadline_s: float) -> bool:
+        """Refuse new requests until `resume` and wait for those under way; what is left at the
+        deadline is aborted.
+
+        Returns: whether all ended by themselves. Raises: TimeoutError if the server does not even
+        abort.
+        """
+        drain = Drain()
+        self._loop.put(drain)
+        try:
+            return drain.reply.wait(deadline_s, f"{self.name}: drain")
+        except TimeoutError:
+            abort = Drain(abort=True)
+            self._loop.put(abort)
+            abort.reply.wait(self.settings.stop_deadline_s, f"{self.name}: abort of what is left")
+            return False
+
+    @property
+    def fenced(self) -> str | None:
+        """Why nothing is served, or None."""
+        return self._loop.fenced
+
+    def fence(self, reason: str) -> None:
+        """Serve nothing more: what is here fails (retryable), what comes is refused, until a commit
+        succeeds.
+        """
+        self._loop.fence(reason)
+        self._loop.put(commands.Fence(reason))
+
+    def stats(self) -> dict[str, float]:
+        """Cumulative counters and seconds, and how much is here now."""
+        return {**self._table.counters, **self._times, **self._table.gauges()}
+
+    def progress(self) -> tuple[int, str]:
+        """A number that rises with every thing done, and what is being done."""
+        return self._loop.num_done, self._loop.doing
+
+    def events(self) -> tuple[tuple[int, Event], ...]:
+        """The last events of the stream, numbered."""
+        return self._events.recent()
+
+    # --- SyncTarget -------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self.engine.mesh
+
+    @property
+    def param_shardings(self) -> Mapping[str, Any]:
+        return self.engine.param_shardings
+
+    def stage(self, sync_id: str, version: int, bucket: int, arrays: Mapping[str, Any]) -> None:
+        """Keep arrays (on this mesh, in param_shardings) beside the weights in use. Raises:
+        ValueError.
+        """
+        self._staged.stage(sync_id, version, bucket, arrays)
+
+    def digest(self, sync_id: str) -> Digest:
+        return self._staged.digest(sync_id)
+
+    def commit(self, sync_id: str, kv: str, deadline_s: float) -> Ack:
+        """Use the staged weights from the next block on.
+
+        Raises: TimeoutError (the swap will not happen, unless it was under way), KeyError,
+        ValueError, RuntimeError.
+        """
+        return self._staged.commit(sync_id, kv, deadline_s, self._loop.put)
+
+    def discard(self, sync_id: str) -> None:
+        self._staged.discard(sync_id)
+
+    # --- one iteration ----------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        self.engine.warmup(self.engine.zero_params())
+        self._state = self.engine.init_state()
+
+    def _idle_s(self) -> float:
+        """How long to wait for a command: not at all while there is work."""
+        if self._can_serve and self._table.has_work:
+            return 0.0
+        return max(0.0, min(IDLE_S, self._table.next_deadline_s - time.monotonic()))
+
+    @property
+    def _can_serve(self) -> bool:
+        return self._params is not None and not self._is_paused and self._loop.fenced is None
+
+    def _step(self, new: Sequence[Command]) -> None:
+        start, waited = time.perf_counter(), self._times["block_s"] + self._times["chunk_s"]
+        table = self._table
+        table.now_s = time.monotonic()
+        for command in new:
+            self._obey(command)
+        for turn in table.overdue():
+            self._end([turn], FinishReason.ERROR, table.deadline_error(turn))
+        if self._can_serve:
+            table.admit(self.version)
+            self._extend()
+            self._arm()
+            self._generate()
+        if self._drains and not table.turns:
+            self._drained(True)
+        waited = self._times["block_s"] + self._times["chunk_s"] - waited
+        self._times["host_s"] += time.perf_counter() - start - waited
+
+    def _extend(self) -> None:
+        turns, pieces = self._table.pieces()
+        if not turns:
+            return
+        self._loop.doing = f"extending {len(turns)} histories"
+        start = time.perf_counter()
+        chunk = pack(pieces, self.engine.settings.chunk_sizes)
+        slots = np.array([turn.session.slot for turn in turns], np.int32)
+        self._state = self.engine.append(self._params, self._state, slots, chunk)
+        self._times["chunk_s"] += time.perf_counter() - start
+        self._table.filled(turns, pieces, self.version)
+        self._loop.num_done += 1
+
+    def _arm(self) -> None:
+        turns = self._table.take_ready()
+        if not turns:
+            return
+        epochs = list(range(self._epoch, self._epoch + len(turns)))
+        self._epoch += len(turns)
+        slots = np.array([turn.session.slot for turn in turns], np.int32)
+        prefixes = [turn.prefix for turn in turns]
+        sampling = self._table.sampling(turns, epochs)
+        self._state = self.engine.insert(self._state, prefixes, slots, sampling)
+        for turn, epoch, slot in zip(turns, epochs, slots.tolist()):
+            self._events.write(Started(turn.request.key, slot, epoch, self.version))
+
+    def _generate(self) -> None:
+        if not self._table.num_running:
+            return
+        self._loop.doing = f"generating for {self._table.num_running} requests"
+        start = time.perf_counter()
+        self._state, block = self.engine.generate(self._params, self._state)
+        block = fetched(block)
+        self._times["block_s"] += time.perf_counter() - start
+        self._table.counters["blocks"] += 1
+        self._table.now_s = time.monotonic()
+        self._deliver(block)
+        self._loop.num_done += 1
+
+    def _deliver(self, block: BlockTokens) -> None:
+        """Tokens and ends of one block, to the event stream."""
+        made, ended, epochs = block.valid.sum(axis=1), block.finish, block.slot_epoch.tolist()
+        for slot in np.flatnonzero((made > 0) | (ended != RUNNING)).tolist():
+            n, epoch = int(made[slot]), epochs[slot]
+            logprobs, sampled = block.logprobs[slot, :n], block.sampled_logprobs[slot, :n]
+            tokens = Tokens(slot, epoch, self.version, block.tokens[slot, :n], logprobs, sampled)
+            self._events.write(tokens)
+            turn = self._table.running_turn(slot, epoch)
+            if ended[slot] == RUNNING or turn is None:
+                continue
+            error = None
+            if block.nan[slot]:
+                detail = f"{turn.request.key}: non-finite logits under version {self.version}"
+                error = TurnError("nan", self.name, detail)
+            reason = FINISH_REASONS[int(ended[slot])]
+            self._events.write(Finished(turn.request.key, reason, error))
+
+    # --- commands ---------------------------------------------------------------------------
+
+    def _obey(self, command: Command) -> None:
+        table = self._table
+        if isinstance(command, Add):
+            if self._loop.fenced is not None:
+                self._refuse(command, self._loop.error())
+            elif self._drains:
+                why = TurnError("closed", self.name, "the server is being drained", retryable=True)
+                self._refuse(command, why)
+            else:
+                table.add(command)
+        elif isinstance(command, commands.Abort):
+            self._end(table.aborted_by(command.uid), FinishReason.ABORT)
+        elif isinstance(command, commands.Release):
+            table.release(command.session)
+        elif isinstance(command, Commit):
+            self._commit(command)
+        elif isinstance(command, commands.Pause):
+            self._is_paused = True
+        elif isinstance(command, commands.Resume):
+            self._is_paused = False
+            self._drained(False)
+        elif isinstance(command, Drain):
+            self._drains.append(command)
+            if command.abort:
+                self._end(list(table.turns.values()), FinishReason.ABORT)
+        else:
+            self._loop.fence(command.reason)  # a commit that came before it may have lifted it
+            self._fail(self._loop.error())
+
+    def _end(
+        self, turns: Sequence[ActiveTurn], finish: FinishReason, error: TurnError | None = None
+    ) -> None:
+        """End turns from outside the device, whatever they are doing."""
+        self._stop_slots([turn.session.slot for turn in turns if turn.is_running])
+        for turn in turns:
+            self._events.write(Finished(turn.request.key, finish, error))
+
+    def _stop_slots(self, slots: Sequence[int | None]) -> None:
+        if slots and not self._loop.is_dead:  # the state of a dead engine is gone
+            self._state = self.engine.free(self._state, np.array(slots, np.int32))
+
+    def _commit(self, commit: Commit) -> None:
+        start = time.monotonic()
+        staged = self._staged.claim(commit)
+        if staged is None:
+            return
+        version, params = staged
+        self._loop.doing = f"swapping to version {version}"
+        if commit.kv == "recompute":
+            self._stop_slots(self._table.running_slots())
+        self._params, self.version = params, version
+        self._loop.fence(None)
+        self._events.write(Swapped(version, commit.sync_id, commit.kv))
+        blocks = int(self._table.counters["blocks"])
+        self._staged.acknowledge(commit, Ack(self.name, version, blocks, time.monotonic() - start))
+        self._loop.num_done += 1
+
+    def _drained(self, is_empty: bool) -> None:
+        """Answer those who wait for the drain; with False (`resume`) requests are accepted again."""
+        for drain in self._drains:
+            drain.reply.set(is_empty)
+        if not is_empty:
+            self._drains = []
+
+    def _fail(self, error: TurnError) -> None:
+        """End all turns and forget all sessions."""
+        self._end(list(self._table.turns.values()), FinishReason.ERROR, error)
+        for name in list(self._table.sessions):
+            self._table.release(name)
+        if self._drains:
+            self._drained(True)
+
+    def _refuse(self, command: Command, error: TurnError) -> None:
+        if isinstance(command, Add):
+            answer(command.on_done, error)
+        elif isinstance(command, Commit):
+            command.reply.fail(RuntimeError(str(error)))
+        elif isinstance(command, Drain):
+            command.reply.set(True)
+
+
+def fetched(block: BlockTokens) -> BlockTokens:
+    """The block's arrays on the host; waits for the device."""
+    b = block
+    on_device = (b.tokens, b.logprobs, b.sampled_logprobs, b.valid, b.finish, b.slot_epoch, b.nan)
+    return BlockTokens(*(np.asarray(array) for array in on_device))

@@ -1,0 +1,80 @@
+"""One ordered event stream per decode server: what became true, in the order in which it did.
+
+Invariants: the server's thread is the only writer; every event is consumed (by the request table)
+before the next is written, so "slot s now belongs to request r" (Started) and "tokens of slot s"
+(Tokens) can never be seen in another order; both carry the slot's epoch, and tokens of an epoch
+that is over are refused and counted. Every request that was accepted ends in exactly one Finished.
+The last events stay in a bounded ring for inspection.
+Must not: be written or consumed from another thread.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_jax.types import FinishReason, TurnError
+
+RING_SIZE = 1024  # events kept for inspection
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """From here on the slot's tokens of this epoch belong to the request."""
+
+    key: str
+    slot: int
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What one block made for one slot."""
+
+    slot: int
+    epoch: int
+    version: int  # of the weights that made them
+    tokens: np.ndarray  # i32[n], 0 <= n <= steps_per_block
+    logprobs: np.ndarray  # f32[n]
+    sampled_logprobs: np.ndarray  # f32[n]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The request ended; `error` where it ended without a Turn."""
+
+    key: str
+    finish: FinishReason
+    error: TurnError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """Later tokens come from this version. kv: recompute | keep, what happens to KV of older ones."""
+
+    version: int
+    sync_id: str
+    kv: str
+
+
+Event = Started | Tokens | Finished | Swapped
+
+
+class EventStream:
+    """Hands each event to the consumer at once and keeps the last ones."""
+
+    def __init__(self, consume: Callable[[Event], None], ring_size: int = RING_SIZE):
+        self._consume = consume
+        self._ring: deque[tuple[int, Event]] = deque(maxlen=ring_size)
+        self._num_events = 0
+
+    def write(self, event: Event) -> None:
+        self._ring.append((self._num_events, event))
+        self._num_events += 1
+        self._consume(event)
+
+    def recent(self) -> tuple[tuple[int, Event], ...]:
+        """(number from 0, event) of the last events, oldest first. May be called from any thread."""
+        return tuple(self._ring)

@@ -1,0 +1,121 @@
+"""Loop: the thread of one server, from compiling to closing, and what becomes of it when it fails.
+
+Owns: the thread, its inbox, and whether the server is fenced (serves nothing until a commit
+succeeds), closing or dead.
+Invariants: `step` and `fail` run on the thread only; a command is obeyed, or refused with the
+reason; an exception in the thread fails all that the server holds, fences it for good and never
+leaves anyone waiting.
+Life: prepare (compile) -> step(commands) again and again, sleeping idle_s() between ->
+fail(closed).
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rl_jax.serve.commands import Command, Inbox
+from rl_jax.types import TurnError
+
+log = logging.getLogger(__name__)
+
+
+class Loop:
+    def __init__(
+        self,
+        server: str,
+        stop_deadline_s: float,
+        *,
+        prepare: Callable[[], None],
+        idle_s: Callable[[], float],
+        step: Callable[[Sequence[Command]], None],
+        fail: Callable[[TurnError], None],
+        refuse: Callable[[Command, TurnError], None],
+    ):
+        """idle_s: how long to wait for commands now. fail: end all that is held. refuse: end one
+        command, any thread.
+        """
+        self.server, self.stop_deadline_s = server, stop_deadline_s
+        self.fenced: str | None = None  # why nothing is served
+        self.is_dead = False  # the thread ended by an exception: the engine's state is gone
+        self.doing, self.num_done = "not started", 0
+        self._prepare, self._idle_s, self._step = prepare, idle_s, step
+        self._fail, self._refuse = fail, refuse
+        self._inbox = Inbox()
+        self._ready = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"serve-{server}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, command: Command) -> None:
+        """Hand a command to the thread, or refuse it if the loop has ended."""
+        if not self._inbox.put(command):
+            self._refuse(command, self.error())
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Wait until all programs are compiled. Raises: TimeoutError; RuntimeError if the thread
+        died.
+        """
+        if not self._ready.wait(deadline_s):
+            raise TimeoutError(f"{self.server}: not compiled after {deadline_s:g} s ({self.doing})")
+        if self.is_dead:
+            raise RuntimeError(f"{self.server}: {self.fenced}")
+
+    def close(self) -> None:
+        """End the thread after what it does now. Raises: TimeoutError if it is stuck."""
+        self._closing = True
+        for command in self._inbox.close():
+            self._refuse(command, self.error())
+        if self._thread.is_alive():
+            self._thread.join(self.stop_deadline_s)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"{self.server}: its thread is still {self.doing} after "
+                f"serve.stop_deadline_s={self.stop_deadline_s:g} s"
+            )
+
+    def fence(self, reason: str | None) -> None:
+        """None lifts the fence, unless the thread is dead."""
+        if not self.is_dead:
+            self.fenced = reason
+
+    def error(self) -> TurnError:
+        """Why a request cannot be served now."""
+        if self.fenced is not None:
+            kind = "engine" if self.is_dead else "closed"
+            return TurnError(kind, self.server, f"it is fenced: {self.fenced}", retryable=True)
+        return TurnError("closed", self.server, "the server is closed")
+
+    def _run(self) -> None:
+        try:
+            self.doing = "compiling"
+            self._prepare()
+            self._ready.set()
+            while not self._closing:
+                self.doing = "waiting for commands"
+                self._step(self._inbox.take(self._idle_s()))
+            self._fail(self.error())
+        except BaseException as error:  # the server's boundary: everyone who waits must learn of it
+            log.exception("%s died while %s", self.server, self.doing)
+            self.fenced = f"its thread died while {self.doing}: {type(error).__name__}: {error}"
+            self.is_dead = True
+            left = self._inbox.close()
+            self._fail(self.error())
+            for command in left:
+                self._refuse(command, self.error())
+        finally:
+            self._ready.set()
+
+
+def answer(on_done: Callable[..., None], *result: Any) -> bool:
+    """Hand a result to a caller's code; False if it raised (a closed event loop), which must not
+    stop the server.
+    """
+    try:
+        on_done(*result)
+        return True
+    except Exception:  # the boundary to the caller
+        log.exception("the callback of a finished request raised")
+        return False

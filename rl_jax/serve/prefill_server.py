@@ -1,0 +1,329 @@
+"""PrefillServer: one thread round one engine that only computes prefixes and hands their KV to
+decode servers.
+
+Life of a job: 1 `submit` names the decode server that will generate. 2 Jobs are packed into chunks,
+by priority, then arrival; a context longer than a chunk goes on in the next one on top of its own
+Prefix. 3 When context[:-1] is done the KV is moved to the decode server's mesh, once per chunk and
+target, since requests computed together share their arrays.
+4 `on_prefix` gets the Prefix with version and hash, on this thread. A commit happens between two
+chunks; half-done prefixes start again, so a Prefix never mixes versions.
+Invariants: every job ends in exactly one on_prefix; a thread that dies fails what it holds and
+fences the server.
+Must not: keep KV after handing it over; block on a decode server.
+"""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from rl_jax.engine.chunks import Piece, cut, pack
+from rl_jax.serve.commands import Abort, Commit, Fence
+from rl_jax.serve.loop import Loop, answer
+from rl_jax.serve.staging import StagedWeights
+from rl_jax.serve.transfer import move
+from rl_jax.settings import ServeSettings
+from rl_jax.types import Ack, Digest, Prefix, TurnError, TurnRequest
+
+IDLE_S = 1.0  # longest sleep of an idle loop; every command ends it at once
+COUNTERS = (
+    "requests", "finished", "failed", "aborted", "deadlines", "prefill_tokens", "recompute_tokens",
+    "chunks", "swaps", "callback_errors",
+)  # fmt: skip
+
+OnPrefix = Callable[[Prefix | TurnError, Mapping[str, float]], None]  # result, times_s
+
+
+@dataclass(eq=False)
+class Job:
+    request: TurnRequest
+    target: Any  # DecodeServer: its engine's prefix_sharding says where the KV goes
+    on_prefix: OnPrefix
+    arrived_s: float
+    deadline_s: float  # on the monotonic clock
+    prefix: Prefix | None = None  # of the chunks done so far
+    started_s: float = 0.0
+    times_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def num_done(self) -> int:
+        return 0 if self.prefix is None else self.prefix.num_tokens
+
+    @property
+    def missing(self) -> int:
+        return len(self.request.tokens) - 1 - self.num_done
+
+
+class PrefillServer:
+    """Implements SyncTarget. All public methods may be called from any thread."""
+
+    kind = "prefill"
+
+    def __init__(
+        self,
+        name: str,
+        pool: str,
+        engine: Any,
+        settings: ServeSettings,
+        *,
+        tags: Sequence[str] = (),
+        hardware: str = "",
+    ):
+        self.name, self.pool, self.engine, self.settings = name, pool, engine, settings
+        self.tags, self.hardware = tuple(tags), hardware
+        self.version = -1
+        self.num_jobs = 0  # submitted and not answered, for the router's choice
+        self._num_jobs_lock = threading.Lock()  # it rises and falls on different threads
+        self._staged = StagedWeights(name, engine.param_shardings)
+        self._loop = Loop(
+            name,
+            settings.stop_deadline_s,
+            prepare=lambda: engine.warmup(engine.zero_params(), decode=False),
+            idle_s=self._idle_s,
+            step=self._step,
+            fail=self._fail,
+            refuse=self._refuse,
+        )
+        self._params: Mapping[str, Any] | None = None
+        self._jobs: list[Job] = []  # by priority, then arrival
+        self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self._counters |= {"chunk_s": 0.0, "transfer_s": 0.0}
+
+    # --- life -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, which compiles first; requests and commits may come at once."""
+        self._loop.start()
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Wait until all programs are compiled. Raises: TimeoutError; RuntimeError if the thread
+        died.
+        """
+        self._loop.wait_ready(deadline_s)
+
+    def close(self) -> None:
+        """Fail what is left and join the thread. Raises: TimeoutError if it is stuck."""
+        self._loop.close()
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def submit(self, request: TurnRequest, target: Any, on_prefix: OnPrefix) -> None:
+        """Ask for the KV of context[:-1] on the target's mesh.
+
+        on_prefix gets the Prefix or a TurnError, and the seconds of queue, prefill and transfer,
+        exactly once, on this server's thread (on the caller's if the server is closed or fenced).
+        """
+        now = time.monotonic()
+        job = Job(request, target, on_prefix, now, now + request.deadline_s)
+        self._count_jobs(1)
+        if self._loop.fenced is None:
+            self._loop.put(job)
+        else:
+            self._refuse(job, self._loop.error())
+
+    def abort(self, uid: str, reason: str) -> None:
+        """End the uid's jobs with TurnError closed."""
+        self._loop.put(Abort(uid, reason))
+
+    @property
+    def fenced(self) -> str | None:
+        """Why nothing is computed, or None."""
+        return self._loop.fenced
+
+    def fence(self, reason: str) -> None:
+        """Compute nothing more until a commit succeeds; what is here fails (retryable)."""
+        self._loop.fence(reason)
+        self._loop.put(Fence(reason))
+
+    def stats(self) -> dict[str, float]:
+        return {**self._counters, "waiting": len(self._jobs)}
+
+    def progress(self) -> tuple[int, str]:
+        """A number that rises with every thing done, and what is being done."""
+        return self._loop.num_done, self._loop.doing
+
+    # --- SyncTarget -------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        return self.engine.mesh
+
+    @property
+    def param_shardings(self) -> Mapping[str, Any]:
+        return self.engine.param_shardings
+
+    def stage(self, sync_id: str, version: int, bucket: int, arrays: Mapping[str, Any]) -> None:
+        self._staged.stage(sync_id, version, bucket, arrays)
+
+    def digest(self, sync_id: str) -> Digest:
+        return self._staged.digest(sync_id)
+
+    def commit(self, sync_id: str, kv: str, deadline_s: float) -> Ack:
+        """Use the staged weights from the next chunk on. `kv` means nothing here: no KV outlives
+        its hand-over.
+        """
+        return self._staged.commit(sync_id, kv, deadline_s, self._loop.put)
+
+    def discard(self, sync_id: str) -> None:
+        self._staged.discard(sync_id)
+
+    # --- the thread -------------------------------------------------------------------------
+
+    def _idle_s(self) -> float:
+        """How long to wait for a command: not at all while there is work."""
+        if self._next_jobs():
+            return 0.0
+        nearest = min((job.deadline_s for job in self._jobs), default=float("inf"))
+        return max(0.0, min(IDLE_S, nearest - time.monotonic()))
+
+    def _step(self, new: Sequence[Any]) -> None:
+        for command in new:
+            self._obey(command)
+        self._expire()
+        if jobs := self._next_jobs():
+            self._compute(jobs)
+
+    def _next_jobs(self) -> list[Job]:
+        if self._params is None or self._loop.fenced is not None:
+            return []
+        can = [job for job in self._jobs if job.request.min_version <= self.version]
+        return can[: self.engine.settings.chunk_requests]
+
+    def _compute(self, jobs: list[Job]) -> None:
+        """One chunk; those whose prefix is whole are handed over."""
+        self._loop.doing = f"computing prefixes of {len(jobs)} requests"
+        start = time.monotonic()
+        sizes = self.engine.settings.chunk_sizes
+        taken = cut([job.missing for job in jobs], sizes[-1], len(jobs))
+        jobs = jobs[: len(taken)]
+        pieces = []
+        for job, n in zip(jobs, taken):
+            job.started_s = job.started_s or start
+            tokens = np.asarray(job.request.tokens[job.num_done : job.num_done + n], np.int32)
+            pieces.append(Piece(tokens, job.num_done))
+        before = [job.prefix for job in jobs]
+        prefixes = self.engine.prefill(self._params, pack(pieces, sizes), before)
+        jax.block_until_ready(prefixes[0].kv)  # paces the queue, and makes the times true
+        end = time.monotonic()
+        self._counters["chunks"] += 1
+        self._counters["chunk_s"] += end - start
+        self._loop.num_done += 1
+        for job, prefix, n in zip(jobs, prefixes, taken):
+            self._counters["prefill_tokens"] += n
+            job.prefix = replace(prefix, version=self.version)
+        self._hand_over([job for job in jobs if job.missing == 0])
+
+    def _hand_over(self, jobs: Sequence[Job]) -> None:
+        moved: dict[tuple[int, str], Any] = {}  # (arrays, target) -> arrays there
+        for job in jobs:
+            start = time.monotonic()
+            kv, to = job.prefix.kv, job.target.engine.prefix_sharding
+            key = (id(kv), job.target.name)
+            if key not in moved:
+                moved[key] = move(kv, self.engine.prefix_sharding, to)
+            prefix = replace(
+                job.prefix, kv=moved[key], tokens_sha=tokens_sha(job.request.tokens[:-1])
+            )
+            end = time.monotonic()
+            self._counters["transfer_s"] += end - start
+            job.times_s = {
+                "queue": job.started_s - job.arrived_s,
+                "prefill": start - job.started_s,
+                "transfer": end - start,
+            }
+            self._jobs.remove(job)
+            self._finish(job, prefix)
+
+    # --- commands ---------------------------------------------------------------------------
+
+    def _obey(self, command: Any) -> None:
+        if isinstance(command, Job):
+            self._add(command)
+        elif isinstance(command, Abort):
+            error = TurnError("closed", self.name, f"aborted: {command.reason}")
+            for job in [job for job in self._jobs if job.request.uid == command.uid]:
+                self._counters["aborted"] += 1
+                self._drop(job, error)
+        elif isinstance(command, Commit):
+            self._commit(command)
+        elif isinstance(command, Fence):
+            self._loop.fence(command.reason)  # a commit that came before it may have lifted it
+            self._fail(self._loop.error())
+
+    def _add(self, job: Job) -> None:
+        n, context = len(job.request.tokens), self.engine.settings.context
+        self._counters["requests"] += 1
+        error = None
+        if not 2 <= n < context:
+            kind = "context" if n >= context else "unsupported"
+            detail = f"{job.request.key} has {n} tokens; a prefix needs 2 to engine.context={context} - 1"
+            error = TurnError(kind, self.name, detail)
+        elif len(self._jobs) >= self.settings.queue_size:
+            detail = f"serve.queue_size={self.settings.queue_size} requests are here already"
+            error = TurnError("queue_full", self.name, detail, retryable=True)
+        elif self._loop.fenced is not None:
+            error = self._loop.error()
+        if error is not None:
+            self._finish(job, error)
+            return
+        self._jobs.append(job)
+        self._jobs.sort(key=lambda j: -j.request.priority)  # stable: arrival within a priority
+
+    def _commit(self, commit: Commit) -> None:
+        start = time.monotonic()
+        staged = self._staged.claim(commit)
+        if staged is None:
+            return
+        self.version, self._params = staged
+        self._loop.fence(None)
+        for job in self._jobs:
+            self._counters["recompute_tokens"] += job.num_done
+            self._counters["prefill_tokens"] -= job.num_done  # they will be counted again
+            job.prefix = None
+        self._counters["swaps"] += 1
+        chunks = int(self._counters["chunks"])
+        self._staged.acknowledge(
+            commit, Ack(self.name, self.version, chunks, time.monotonic() - start)
+        )
+
+    # --- ending jobs ------------------------------------------------------------------------
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for job in [job for job in self._jobs if job.deadline_s <= now]:
+            detail = f"{job.request.key} passed its deadline before its prefix was computed"
+            self._counters["deadlines"] += 1
+            self._drop(job, TurnError("deadline", self.name, detail, retryable=True))
+
+    def _fail(self, error: TurnError) -> None:
+        for job in list(self._jobs):
+            self._drop(job, error)
+
+    def _drop(self, job: Job, error: TurnError) -> None:
+        self._jobs.remove(job)
+        self._finish(job, error)
+
+    def _refuse(self, command: Any, error: TurnError) -> None:
+        if isinstance(command, Job):
+            self._finish(command, error)
+        elif isinstance(command, Commit):
+            command.reply.fail(RuntimeError(str(error)))
+
+    def _finish(self, job: Job, result: Prefix | TurnError) -> None:
+        self._count_jobs(-1)
+        self._counters["failed" if isinstance(result, TurnError) else "finished"] += 1
+        self._counters["callback_errors"] += not answer(job.on_prefix, result, job.times_s)
+
+    def _count_jobs(self, change: int) -> None:
+        with self._num_jobs_lock:
+            self.num_jobs += change
+
+
+def tokens_sha(tokens: np.ndarray) -> str:
+    """sha256 over the tokens' little-endian i32 bytes: what a Prefix was computed from."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()

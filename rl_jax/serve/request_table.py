@@ -1,0 +1,382 @@
+"""RequestTable: which requests one decode server holds, what each waits for, and whose slot is
+whose.
+
+Owns: sessions, slots, the waiting line, every turn under way; its writer is the server's thread. It
+learns what happened on the device only from the server's event stream (`consume`).
+Invariants: a live session keeps its slot between turns and loses it only by its release; every turn
+accepted by `add` ends in exactly one `on_done`; KV of one version is never read under another one
+where the policy is `recompute`; the waiting line goes by priority, then by arrival.
+Life of a turn: 1 `add` checks it and makes its session. 2 `admit` gives it a slot and finds how
+much KV it can keep.
+3 `pieces` and `filled` extend the KV, chunk by chunk. 4 Started: its slot's tokens are its own. 5
+Tokens add up.
+6 Finished builds the Turn; the slot stays with the session. A swap under `recompute` sends a turn
+from 5 back to 3, from position 0, with its sampled tokens kept.
+Must not: call JAX, block, or read a clock (times are arguments).
+"""
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
+
+from rl_jax.engine.chunks import Piece, cut
+from rl_jax.serve.commands import Add, OnDone
+from rl_jax.serve.events import Event, Finished, Started, Swapped, Tokens
+from rl_jax.serve.loop import answer
+from rl_jax.serve.sessions import ActiveTurn, Phase, Session
+from rl_jax.settings import EngineSettings, ServeSettings
+from rl_jax.types import FinishReason, SlotSampling, Turn, TurnError
+
+COUNTERS = (
+    "requests", "finished", "failed", "aborted", "refused", "deadlines",
+    "prefill_tokens", "append_tokens", "recompute_tokens", "decode_tokens", "received_tokens",
+    "cached_tokens", "long_appends", "refused_prefixes", "parked", "stale_tokens", "callback_errors",
+    "blocks", "chunks", "swaps",
+)  # fmt: skip
+
+
+class RequestTable:
+    def __init__(self, server: str, pool: str, engine: EngineSettings, serve: ServeSettings):
+        self.server, self.pool, self.engine, self.serve = server, pool, engine, serve
+        self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self.sessions: dict[str, Session] = {}
+        self.turns: dict[str, ActiveTurn] = {}  # by request key
+        self.kv_policy = "recompute"
+        self.now_s = 0.0  # set by the server before it acts
+        self._waiting: list[tuple[int, int, ActiveTurn]] = []  # (-priority, arrival, turn), sorted
+        self._arrivals = 0
+        self._filling: list[ActiveTurn] = []
+        self._ready: list[ActiveTurn] = []
+        self._running: dict[int, ActiveTurn] = {}  # by slot
+        self._free_slots = list(range(engine.slots - 1, -1, -1))
+        self._can_admit = False  # something changed since the line was last walked
+        self._next_deadline_s = float("inf")
+
+    # --- requests come and go ---------------------------------------------------------------
+
+    def add(self, command: Add) -> TurnError | None:
+        """Take a request in, or answer it at once with the reason why not, which is returned too."""
+        error = self._refuse(command)
+        if error is None:
+            self._add_turn(command)
+        else:
+            self.counters["refused"] += 1
+            self._answer(command.on_done, error)
+        return error
+
+    def aborted_by(self, uid: str) -> list[ActiveTurn]:
+        return [turn for turn in self.turns.values() if turn.request.uid == uid]
+
+    def release(self, name: str) -> None:
+        """The episode ended: its slot is free once no turn of it is under way."""
+        session = self.sessions.get(name)
+        if session is not None:
+            session.released = True
+            if session.turn is None:
+                self._remove(session)
+
+    def overdue(self) -> list[ActiveTurn]:
+        """Turns past their deadline."""
+        if self.now_s < self._next_deadline_s:
+            return []
+        late = [turn for turn in self.turns.values() if turn.deadline_s <= self.now_s]
+        rest = (t.deadline_s for t in self.turns.values() if t.deadline_s > self.now_s)
+        self._next_deadline_s = min(rest, default=float("inf"))
+        return late
+
+    def deadline_error(self, turn: ActiveTurn) -> TurnError:
+        detail = f"{turn.request.key} passed its deadline of {turn.request.deadline_s:.3g} s while "
+        detail += turn.phase.value
+        if turn.phase is Phase.WAITING and turn.session.slot is None and not self._free_slots:
+            detail += (
+                f": {self.engine.slots} live sessions hold all slots; release ended episodes, "
+                "run fewer at once, or raise engine.slots"
+            )
+        elif turn.phase is Phase.WAITING:
+            detail += f" of version {turn.request.min_version} or later"
+        return TurnError("deadline", self.server, detail, retryable=True)
+
+    @property
+    def next_deadline_s(self) -> float:
+        return self._next_deadline_s
+
+    # --- from waiting to generating ---------------------------------------------------------
+
+    def admit(self, version: int) -> None:
+        """Give slots to waiting turns, in order; those whose session has one already need none."""
+        if not self._can_admit:
+            return
+        self._can_admit = False
+        left = []
+        for entry in self._waiting:
+            turn = entry[2]
+            has_slot = turn.session.slot is not None
+            if turn.request.min_version > version or not (has_slot or self._free_slots):
+                left.append(entry)
+                continue
+            if not has_slot:
+                turn.session.slot = self._free_slots.pop()
+            self._admit(turn, version)
+        self._waiting = left
+
+    def pieces(self) -> tuple[list[ActiveTurn], list[Piece]]:
+        """The next chunk: whose KV is extended, by which tokens."""
+        turns = self._filling[: self.engine.chunk_requests]
+        taken = cut([t.missing_kv for t in turns], self.engine.chunk_sizes[-1], len(turns))
+        turns = turns[: len(taken)]
+        pieces = []
+        for turn, n in zip(turns, taken):
+            start = turn.session.kv_tokens
+            pieces.append(Piece(turn.session.tokens[start : start + n].copy(), start))
+        return turns, pieces
+
+    def filled(self, turns: Sequence[ActiveTurn], pieces: Sequence[Piece], version: int) -> None:
+        """The chunk was computed under this version."""
+        self.counters["chunks"] += 1
+        for turn, piece in zip(turns, pieces):
+            session, end = turn.session, piece.start + len(piece.tokens)
+            again = max(0, min(end, session.computed) - piece.start)
+            new = "append_tokens" if turn.cached_prompt else "prefill_tokens"
+            self.counters["recompute_tokens"] += again
+            self.counters[new] += len(piece.tokens) - again
+            session.wrote_kv(end, version)
+            if turn.missing_kv == 0:
+                self._filling.remove(turn)
+                turn.phase = Phase.READY
+                self._ready.append(turn)
+
+    def take_ready(self) -> list[ActiveTurn]:
+        """Turns to arm now; the server writes Started for each."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def sampling(self, turns: Sequence[ActiveTurn], epochs: Sequence[int]) -> SlotSampling:
+        """How the slots of these turns go on sampling."""
+        requests, sessions = [t.request for t in turns], [t.session for t in turns]
+        ints, floats = (lambda x: np.array(x, np.int32)), (lambda x: np.array(x, np.float32))
+        index = [r.token_index for r in requests]
+        stops = np.full((len(turns), self.engine.num_stop_tokens), -1, np.int32)
+        for row, request in zip(stops, requests):
+            row[: len(request.stop_token_ids)] = request.stop_token_ids
+        return SlotSampling(
+            last_token=ints([s.tokens[s.num_tokens - 1] for s in sessions]),
+            context_length=ints([s.num_tokens for s in sessions]),
+            seed=np.array([r.seed & (2**64 - 1) for r in requests], np.uint64),
+            token_index=ints([i + t.num_sampled for i, t in zip(index, turns)]),
+            max_new_tokens=ints([i + r.max_new_tokens for i, r in zip(index, requests)]),
+            temperature=floats([r.temperature for r in requests]),
+            top_p=floats([r.top_p for r in requests]),
+            top_k=ints([r.top_k for r in requests]),
+            stop_token_ids=stops,
+            epoch=ints(epochs),
+        )
+
+    # --- the event stream -------------------------------------------------------------------
+
+    def consume(self, event: Event) -> None:
+        if isinstance(event, Tokens):
+            self._tokens(event)
+        elif isinstance(event, Started):
+            self._started(event)
+        elif isinstance(event, Finished):
+            self._finished(event)
+        else:
+            self._swapped(event)
+
+    def running_slots(self) -> list[int]:
+        """Slots that are generating."""
+        return list(self._running)
+
+    def running_turn(self, slot: int, epoch: int) -> ActiveTurn | None:
+        """The turn that generates in the slot, unless the epoch is another one's."""
+        turn = self._running.get(slot)
+        return turn if turn is not None and turn.epoch == epoch else None
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next iteration could do anything."""
+        return bool(self._filling or self._ready or self._running or self._can_admit)
+
+    def gauges(self) -> dict[str, int]:
+        return {
+            "waiting": len(self._waiting),
+            "filling": len(self._filling),
+            "running": len(self._running),
+            "sessions": len(self.sessions),
+            "free_slots": len(self._free_slots),
+        }
+
+    # --- private ----------------------------------------------------------------------------
+
+    def _refuse(self, command: Add) -> TurnError | None:
+        request, engine = command.request, self.engine
+        n, context = len(request.tokens), engine.context
+        if n == 0:
+            kind, detail = "unsupported", "has an empty context; send at least one token"
+        elif n >= context:
+            kind = "context"
+            detail = f"has {n} tokens but engine.context={context}; shorten it or raise the context"
+        elif request.stop:
+            kind, detail = (
+                "unsupported",
+                "has stop strings; use stop_token_ids, text is not known here",
+            )
+        elif request.adapter is not None:
+            kind, detail = "unsupported", f"wants adapter {request.adapter!r}; none is served"
+        elif len(request.stop_token_ids) > engine.num_stop_tokens:
+            kind = "unsupported"
+            detail = (
+                f"has {len(request.stop_token_ids)} stop token ids but "
+                f"engine.num_stop_tokens={engine.num_stop_tokens}; raise it"
+            )
+        elif len(self.turns) >= self.serve.queue_size:
+            error = (
+                f"{request.key}: serve.queue_size={self.serve.queue_size} requests are here already"
+            )
+            return TurnError("queue_full", self.server, error, retryable=True)
+        elif request.session in self.sessions and self.sessions[request.session].turn is not None:
+            kind, detail = "unsupported", "comes while another turn of its session is under way"
+        else:
+            return None
+        return TurnError(kind, self.server, f"{request.key} {detail}")
+
+    def _add_turn(self, command: Add) -> None:
+        request = command.request
+        session = self.sessions.get(request.session)
+        if session is None:
+            session = self.sessions[request.session] = Session(request.session, self.engine.context)
+        session.released = False
+        session.set_context(np.asarray(request.tokens, np.int32))
+        added = session.tokens[session.reported : session.num_tokens - request.token_index]
+        turn = ActiveTurn(
+            request=request,
+            session=session,
+            on_done=command.on_done,
+            prefix=command.prefix,
+            arrived_s=command.arrived_s,
+            deadline_s=command.arrived_s + request.deadline_s,
+            prompt_tokens=added.copy(),
+        )
+        session.turn = turn
+        self.turns[request.key] = turn
+        self.counters["requests"] += 1
+        self._next_deadline_s = min(self._next_deadline_s, turn.deadline_s)
+        if request.max_new_tokens <= 0:  # nothing to sample: a Turn without tokens, at once
+            self._finished(Finished(request.key, FinishReason.LENGTH))
+            return
+        bisect.insort(self._waiting, (-request.priority, self._arrivals, turn))
+        self._arrivals += 1
+        self._can_admit = True
+
+    def _admit(self, turn: ActiveTurn, version: int) -> None:
+        session = turn.session
+        turn.admitted_s = self.now_s
+        if not self._usable(turn, version):
+            turn.prefix = None
+        if turn.prefix is not None:
+            session.drop_kv()
+            session.wrote_kv(turn.prefix.num_tokens, turn.prefix.version)
+            self.counters["received_tokens"] += turn.prefix.num_tokens
+        else:
+            # The context's last token is generate's first input, so its KV is not kept either.
+            session.kv_tokens = min(session.kv_tokens, session.num_tokens - 1)
+            turn.cached_prompt = session.kv_tokens
+            self.counters["cached_tokens"] += session.kv_tokens
+            self.counters["long_appends"] += turn.missing_kv > self.engine.append_limit
+        if turn.missing_kv:
+            turn.phase = Phase.FILLING
+            self._filling.append(turn)
+        else:
+            turn.phase = Phase.READY
+            self._ready.append(turn)
+
+    def _usable(self, turn: ActiveTurn, version: int) -> bool:
+        """Whether the turn's prefix may be read here; if not, its tokens count as computed before."""
+        prefix, session = turn.prefix, turn.session
+        if prefix is None:
+            return False
+        if prefix.version == version or self.kv_policy == "keep":
+            return True
+        self.counters["refused_prefixes"] += 1
+        session.computed = max(session.computed, prefix.num_tokens)
+        return False
+
+    def _started(self, event: Started) -> None:
+        turn = self.turns[event.key]
+        turn.phase, turn.epoch, turn.prefix = Phase.RUNNING, event.epoch, None
+        turn.armed_s = turn.armed_s or self.now_s
+        self._running[event.slot] = turn
+
+    def _tokens(self, event: Tokens) -> None:
+        turn = self.running_turn(event.slot, event.epoch)
+        if turn is None:
+            self.counters["stale_tokens"] += len(event.tokens)
+            return
+        turn.add(event.tokens, event.logprobs, event.sampled_logprobs, event.version)
+        self.counters["decode_tokens"] += len(event.tokens)
+
+    def _finished(self, event: Finished) -> None:
+        turn = self.turns.pop(event.key)
+        session = turn.session
+        if turn.phase is Phase.WAITING:
+            self._waiting = [entry for entry in self._waiting if entry[2] is not turn]
+        elif turn.phase is Phase.FILLING:
+            self._filling.remove(turn)
+        elif turn.phase is Phase.READY:
+            self._ready.remove(turn)
+        else:
+            del self._running[session.slot]
+        if turn.prefix is not None and turn.phase is not Phase.WAITING:
+            session.drop_kv()  # it was never inserted
+        session.turn = None
+        if event.error is None:
+            self.counters["finished"] += 1
+            self.counters["aborted"] += event.finish is FinishReason.ABORT
+            session.reported = session.num_tokens
+            result = turn.turn(event.finish, self.server, self.pool, self.now_s)
+        else:
+            self.counters["failed"] += 1
+            self.counters["deadlines"] += event.error.kind == "deadline"
+            if event.error.kind == "nan":
+                session.drop_kv()
+            result = event.error
+        if session.released:
+            self._remove(session)
+        self._answer(turn.on_done, result)
+
+    def _swapped(self, event: Swapped) -> None:
+        self.counters["swaps"] += 1
+        self.kv_policy = event.kv
+        self._can_admit = True
+        if event.kv == "keep":
+            return
+        for session in self.sessions.values():
+            session.drop_kv()
+        parked = [*self._running.values(), *self._ready]
+        self.counters["parked"] += len(self._running)
+        self._running, self._ready = {}, []
+        for turn in parked:
+            turn.prefix = None
+            if turn.missing_kv:
+                turn.phase = Phase.FILLING
+                self._filling.append(turn)
+            else:
+                turn.phase = Phase.READY
+                self._ready.append(turn)
+        for turn in self._filling:
+            turn.cached_prompt = 0
+
+    def _remove(self, session: Session) -> None:
+        del self.sessions[session.name]
+        if session.slot is not None:
+            self._free_slots.append(session.slot)
+            session.slot = None
+            self._can_admit = True
+
+    def _answer(self, on_done: OnDone, result: Turn | TurnError) -> None:
+        self.counters["callback_errors"] += not answer(on_done, result)

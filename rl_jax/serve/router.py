@@ -1,0 +1,223 @@
+"""Router: the Sampler that rollout sees; picks servers for each turn and moves results to the event
+loop.
+
+Owns: which decode server each live session is on. Runs on the asyncio thread and makes no JAX call;
+servers answer from their threads through `call_soon_threadsafe`. Life of a turn:
+1. Its session stays on the decode server that holds its history; a new session goes to the
+   preferred pools of its tag (MeshPlan.pools_for), there to the server with the fewest live
+   sessions.
+2. Where prefill servers exist and the decode server holds no KV for the session that this version
+   may read, the prefill server with the shortest queue computes the whole prefix and hands it over.
+   Else, without prefill servers or with a live history, the decode server extends its own KV: a
+   suffix that is moved costs more than one that is appended in chunks (those over
+   engine.append_limit are counted as long_appends). If a prefill server fails, the decode server
+   does it all.
+3. The decode server answers, or the deadline passes and the turn is aborted there.
+Invariants: generate never outlives the deadline; a session whose server is fenced starts anew on
+another one.
+Must not: retry a turn (the episode does, once), or wait in abort and release.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rl_jax.serve.decode_server import DecodeServer
+from rl_jax.serve.prefill_server import PrefillServer
+from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
+
+
+@dataclass(eq=False)
+class Placed:
+    """Where a live session is."""
+
+    server: DecodeServer
+    known: int = 0  # tokens of the context after the last turn, for sessions that lose their server
+
+
+@dataclass(eq=False)
+class Flight:
+    """One generate() under way."""
+
+    request: TurnRequest
+    decode: DecodeServer
+    prefill: PrefillServer | None = None
+    aborted: str | None = None
+    times_s: dict[str, float] = field(default_factory=dict)
+
+
+class Router:
+    """types.Sampler over in-process servers. All methods belong to the asyncio thread; `stats` may
+    be called anywhere.
+    """
+
+    def __init__(self, decode: Sequence[DecodeServer], prefill: Sequence[PrefillServer], plan: Any):
+        """plan: MeshPlan; only its pools_for is used."""
+        if not decode:
+            raise ValueError(
+                "the router has no decode server; add a decode or colocated pool to the mesh"
+            )
+        self._decode, self._prefill, self._plan = tuple(decode), tuple(prefill), plan
+        self._sessions: dict[str, Placed] = {}
+        self._flights: dict[str, list[Flight]] = {}  # by uid
+        self._counters = dict.fromkeys(
+            ("turns", "prefilled", "prefill_fallbacks", "moved_sessions", "deadlines", "errors"), 0
+        )
+
+    async def generate(self, request: TurnRequest) -> Turn:
+        """One turn. Raises: TurnError."""
+        deadline = time.monotonic() + request.deadline_s
+        placed, moved = self._place(request)
+        flight = Flight(request, placed.server)
+        self._flights.setdefault(request.uid, []).append(flight)
+        self._counters["turns"] += 1
+        try:
+            prefix = await self._prefix(flight, deadline)
+            turn = await self._decode_turn(flight, prefix, deadline)
+        except TurnError:
+            self._counters["errors"] += 1
+            raise
+        except asyncio.CancelledError:
+            self._abort(flight, "cancelled")
+            raise
+        finally:
+            flights = self._flights[request.uid]
+            flights.remove(flight)
+            if not flights:
+                del self._flights[request.uid]
+        if moved:
+            sampled = len(request.tokens) - request.token_index
+            turn = replace(turn, prompt_tokens=request.tokens[placed.known : sampled])
+        placed.known = len(request.tokens) + len(turn.tokens)
+        if flight.times_s:
+            queue_s = turn.times_s["queue"] + flight.times_s["queue"]
+            turn = replace(turn, times_s={**turn.times_s, **flight.times_s, "queue": queue_s})
+        return turn
+
+    def abort(self, uid: str, reason: str) -> None:
+        """End the uid's turns under way with finish=ABORT and what was sampled."""
+        for flight in self._flights.get(uid, ()):
+            self._abort(flight, reason)
+
+    def release(self, session: str) -> None:
+        placed = self._sessions.pop(session, None)
+        if placed is not None:
+            placed.server.release(session)
+
+    def version(self) -> int:
+        """Lowest version any live decode server uses now; -1 before the first commit or with none
+        live.
+        """
+        return min((s.version for s in self._decode if s.fenced is None), default=-1)
+
+    def capacity(self) -> Mapping[str, int]:
+        """Live sessions that fit, by tag; "" for tags that no server names."""
+        tags = {tag for server in self._decode for tag in server.tags}
+        return {
+            tag: sum(server.engine.settings.slots for server in self._choices(tag, self._decode))
+            for tag in ("", *sorted(tags))
+        }
+
+    def stats(self) -> dict[str, float]:
+        return {**self._counters, "sessions": len(self._sessions)}
+
+    # --- choosing ---------------------------------------------------------------------------
+
+    def _choices(self, tag: str, servers: Sequence[Any]) -> list[Any]:
+        """Live servers of the tag's preferred pools, else all live ones."""
+        live = [server for server in servers if server.fenced is None]
+        pools = self._plan.pools_for(tag)
+        return [server for server in live if server.pool in pools] or live
+
+    def _place(self, request: TurnRequest) -> tuple[Placed, bool]:
+        """The session's server, and whether the session lost another one since its last turn."""
+        placed = self._sessions.get(request.session)
+        if placed is not None and placed.server.fenced is None:
+            return placed, False
+        choices = self._choices(request.tag, self._decode)
+        if not choices:
+            why = "; ".join(f"{s.name}: {s.fenced}" for s in self._decode)
+            raise TurnError("closed", "router", f"no decode server is live: {why}")
+        held = dict.fromkeys((server.name for server in self._decode), 0)
+        for other in self._sessions.values():
+            held[other.server.name] += 1
+        server = min(choices, key=lambda s: held[s.name] / s.engine.settings.slots)
+        known = 0 if placed is None else placed.known
+        self._counters["moved_sessions"] += placed is not None
+        self._sessions[request.session] = Placed(server, known)
+        return self._sessions[request.session], placed is not None
+
+    # --- the hops ---------------------------------------------------------------------------
+
+    async def _prefix(self, flight: Flight, deadline: float) -> Prefix | None:
+        """The context's KV from a prefill server, or None where the decode server shall make it."""
+        request, decode = flight.request, flight.decode
+        servers = self._choices(request.tag, self._prefill)
+        if not servers or len(request.tokens) < 2 or request.max_new_tokens <= 0:
+            return None
+        if decode.live_tokens(request.session, decode.version):
+            return None
+        flight.prefill = server = min(servers, key=lambda s: s.num_jobs)
+        ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
+        try:
+            result, times_s = await self._call(
+                lambda answer: server.submit(ask, decode, lambda *result: answer(result)),
+                deadline,
+                f"{server.name} to compute the prefix of {request.key}",
+            )
+        finally:
+            flight.prefill = None
+        if isinstance(result, Prefix):
+            self._counters["prefilled"] += 1
+            flight.times_s = dict(times_s)
+            return result
+        if result.kind in ("context", "unsupported", "deadline"):
+            raise result
+        self._counters["prefill_fallbacks"] += flight.aborted is None
+        return None
+
+    async def _decode_turn(self, flight: Flight, prefix: Prefix | None, deadline: float) -> Turn:
+        request, server = flight.request, flight.decode
+        ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
+
+        def send(answer: Callable[[Any], None]) -> None:
+            server.submit(ask, prefix, answer)
+            if flight.aborted is not None:  # while its prefix was computed
+                server.abort(request.uid, flight.aborted)
+
+        try:
+            result = await self._call(send, deadline, f"{server.name} to answer {request.key}")
+        except TurnError:
+            server.abort(request.uid, "deadline")
+            raise
+        if isinstance(result, TurnError):
+            raise result
+        return result
+
+    async def _call(
+        self, send: Callable[[Callable[[Any], None]], None], deadline: float, what: str
+    ) -> Any:
+        """What a server's thread answers. Raises: TurnError deadline."""
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def settle(result: Any) -> None:
+            if not future.done():
+                future.set_result(result)
+
+        send(lambda result: loop.call_soon_threadsafe(settle, result))
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                return await future
+        except TimeoutError:
+            self._counters["deadlines"] += 1
+            raise TurnError("deadline", "router", f"waited for {what}", retryable=True) from None
+
+    def _abort(self, flight: Flight, reason: str) -> None:
+        flight.aborted = reason
+        if flight.prefill is not None:
+            flight.prefill.abort(flight.request.uid, reason)
+        else:
+            flight.decode.abort(flight.request.uid, reason)

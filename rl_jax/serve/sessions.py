@@ -1,0 +1,161 @@
+"""Session: the host's account of one live history. ActiveTurn: one request under way on it.
+
+Invariants: the KV in a session's slot is that of its first `kv_tokens` tokens, computed under
+versions between `kv_oldest` and `kv_newest`; `tokens[:reported]` is what its client has been told
+or has sent. A turn's sampled tokens are the last `num_sampled` of the session's tokens. Everything
+a Turn says (what was added, what was cached, versions, mixed context) is derived from these numbers
+when it ends, never counted beside them.
+Must not: touch device state, or be used from two threads.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from rl_jax.serve.commands import OnDone
+from rl_jax.types import FinishReason, Prefix, Turn, TurnRequest, VersionSpan
+
+
+class Session:
+    """Names follow TurnRequest.session; `slot` is None until the first turn gets one."""
+
+    def __init__(self, name: str, context: int):
+        self.name = name
+        self.tokens = np.zeros(context, np.int32)
+        self.num_tokens = 0
+        self.reported = 0
+        self.kv_tokens = 0
+        self.kv_oldest = self.kv_newest = -1
+        self.computed = 0  # tokens whose KV was computed before, perhaps under another version
+        self.slot: int | None = None
+        self.released = False
+        self.turn: ActiveTurn | None = None
+
+    def set_context(self, tokens: np.ndarray) -> None:
+        """The client's whole context; KV of tokens that changed is not counted any more."""
+        known = self.tokens[: self.num_tokens]
+        common = common_prefix(known, tokens)
+        self.kv_tokens = min(self.kv_tokens, common)
+        self.computed = min(self.computed, common)
+        self.reported = min(self.reported, common)
+        self.num_tokens = len(tokens)
+        self.tokens[common : self.num_tokens] = tokens[common:]
+
+    def wrote_kv(self, end: int, version: int) -> None:
+        """KV of tokens [kv_tokens, end) was computed under this version."""
+        if self.kv_tokens == 0:
+            self.kv_oldest = self.kv_newest = version
+        elif end > self.kv_tokens:
+            self.kv_oldest = min(self.kv_oldest, version)
+            self.kv_newest = max(self.kv_newest, version)
+        self.kv_tokens = end
+        self.computed = max(self.computed, end)
+
+    def drop_kv(self) -> None:
+        """What the slot holds is of no use; `computed` remembers that it was there."""
+        self.kv_tokens = 0
+
+    def is_mixed(self, version: int) -> bool:
+        """Whether a token sampled now under this version sees KV of another one."""
+        return self.kv_tokens > 0 and not self.kv_oldest == self.kv_newest == version
+
+
+class Phase(Enum):
+    WAITING = "waiting for a slot"
+    FILLING = "extending its KV"
+    READY = "waiting for the next block"
+    RUNNING = "generating"
+
+
+@dataclass(eq=False)  # a turn is itself, whatever it holds
+class ActiveTurn:
+    request: TurnRequest
+    session: Session
+    on_done: OnDone
+    prefix: Prefix | None
+    arrived_s: float
+    deadline_s: float  # on the monotonic clock
+    prompt_tokens: np.ndarray  # i32[P] added since the last turn
+    phase: Phase = Phase.WAITING
+    epoch: int = -1
+    cached_prompt: int = 0
+    admitted_s: float = 0.0
+    armed_s: float = 0.0
+    num_sampled: int = 0
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    sampled_logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[tuple[int, int, bool]] = field(default_factory=list)  # (tokens, version, mixed)
+
+    @property
+    def is_running(self) -> bool:
+        return self.phase is Phase.RUNNING
+
+    @property
+    def missing_kv(self) -> int:
+        """Tokens whose KV must be there before the turn can be armed: all but the context's last."""
+        return self.session.num_tokens - 1 - self.session.kv_tokens
+
+    def add(self, tokens: np.ndarray, logprobs: np.ndarray, sampled: np.ndarray, version: int):
+        """Account for a block's tokens; their inputs' KV is in the slot now."""
+        n, session = len(tokens), self.session
+        if n == 0:
+            return
+        self.versions.append((n, version, session.is_mixed(version)))
+        session.wrote_kv(session.num_tokens + n - 1, version)
+        session.tokens[session.num_tokens : session.num_tokens + n] = tokens
+        session.num_tokens += n
+        self.num_sampled += n
+        self.logprobs.append(logprobs)
+        self.sampled_logprobs.append(sampled)
+
+    def turn(self, finish: FinishReason, server: str, pool: str, now_s: float) -> Turn:
+        """The finished Turn."""
+        request, session = self.request, self.session
+        is_filtered = request.temperature > 0 and (request.top_p < 1 or request.top_k > 0)
+        admitted_s, armed_s = self.admitted_s or now_s, self.armed_s or now_s
+        return Turn(
+            prompt_tokens=self.prompt_tokens,
+            tokens=session.tokens[
+                session.num_tokens - self.num_sampled : session.num_tokens
+            ].copy(),
+            logprobs=joined(self.logprobs),
+            sampled_logprobs=joined(self.sampled_logprobs) if is_filtered else None,
+            spans=spans_of(self.versions),
+            context_mixed=np.repeat(
+                np.array([mixed for _, _, mixed in self.versions], bool),
+                [n for n, _, _ in self.versions],
+            ),
+            finish=finish,
+            cached_prompt=self.cached_prompt,
+            server=server,
+            pool=pool,
+            times_s={
+                "queue": admitted_s - self.arrived_s,
+                "prefill": armed_s - admitted_s,
+                "transfer": 0.0,
+                "decode": now_s - armed_s,
+            },
+        )
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading tokens are equal."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+def spans_of(versions: list[tuple[int, int, bool]]) -> tuple[VersionSpan, ...]:
+    spans: list[VersionSpan] = []
+    end = 0
+    for n, version, _ in versions:
+        start, end = end, end + n
+        if spans and spans[-1].version == version:
+            start = spans.pop().start
+        spans.append(VersionSpan(start, end, version))
+    return tuple(spans)
