@@ -59,6 +59,7 @@ class Decision:
     attempt: int  # 0 for the first process that works here
     resume_from: Path | None  # a directory checkpoints/step_N, here or (a fork) in another run
     changes: tuple[str, ...] = ()  # config values that differ from the stored ones, all allowed
+    is_exact: bool = False  # that checkpoint and no other: a step was asked for
 
     @property
     def resume_step(self) -> int:
@@ -102,7 +103,8 @@ def decide(path: Path, settings: Settings, resume: str = "auto") -> Decision:
         )
     step = int(resume) if resume.isdecimal() else steps[-1] if steps else None
     source = None if step is None else path / CHECKPOINTS / f"step_{step}"
-    return Decision(path, stored["run_id"], _num_attempts(path), source, changes)
+    attempt = _num_attempts(path)
+    return Decision(path, stored["run_id"], attempt, source, changes, resume.isdecimal())
 
 
 def checkpoint_steps(path: Path) -> list[int]:

@@ -20,6 +20,7 @@ from rl_jax.algorithms import ALGORITHMS
 from rl_jax.mesh import MeshPlan
 from rl_jax.metrics import PROGRESS_FORMS
 from rl_jax.models import MODELS
+from rl_jax.rewards import REWARDS
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.settings import Settings
 from rl_jax.tokens import TOKENIZERS
@@ -80,10 +81,8 @@ INTERVALS = {
     "algorithm.max_response_tokens": "[0, inf)",
     "algorithm.std_eps": "(0, inf)",
     "warm_start.steps": "[0, inf)",
-    "warm_start.episodes": "[0, inf)",
     "warm_start.batch_episodes": "[1, inf)",
     "warm_start.learning_rate": "(0, inf)",
-    "warm_start.skill": "[0, 1]",
     "learner.learning_rate": "(0, inf)",
     "learner.warmup_steps": "[0, inf)",
     "learner.adam_b1": "[0, 1)",
@@ -100,6 +99,7 @@ INTERVALS = {
     "weights.retries": "[0, inf)",
     "checkpoint.every": "[0, inf)",
     "checkpoint.keep": "[1, inf)",
+    "checkpoint.deadline_s": "(0, inf)",
     "eval.every": "[0, inf)",
     "eval.episodes": "[1, inf)",
     "eval.temperature": "[0, inf)",
@@ -109,6 +109,8 @@ INTERVALS = {
     "metrics.heartbeat_s": "(0, inf)",
     "metrics.rollouts_every": "[0, inf)",
 }
+
+SOURCE_INTERVALS = {"script_episodes": "[0, inf)", "script_skill": "[0, 1]"}  # of each task source
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
@@ -229,8 +231,9 @@ def _task_errors(s: Settings) -> list[str]:
     for i, source in enumerate(s.tasks.sources):
         where = f"tasks.sources[{i}]"
         errors += check_name(f"{where}.env", source.env, ENVS)
-        if source.reward != "env":
-            errors += check_name(f"{where}.reward", source.reward, {"env": ""})
+        errors += check_name(f"{where}.reward", source.reward, {"env": "", **REWARDS})
+        for name, interval in SOURCE_INTERVALS.items():
+            errors += _interval(f"{where}.{name}", getattr(source, name), interval)
         if not _TAG.fullmatch(source.tag):
             errors.append(f"{where}.tag={source.tag!r} must be lower-case letters, digits and _")
         elif tags.index(source.tag) < i:
@@ -312,6 +315,11 @@ def _batch(s: Settings) -> Iterator[str]:
 def _schedule(s: Settings) -> Iterator[str]:
     if s.learner.warmup_steps > s.steps > 0:
         yield f"learner.warmup_steps={s.learner.warmup_steps} is beyond steps={s.steps}; the full rate is never reached"
+    if s.warm_start.steps and not any(source.script_episodes for source in s.tasks.sources):
+        yield (
+            f"warm_start.steps={s.warm_start.steps} needs scripted episodes, but script_episodes of every task source"
+            " is 0; give some, or set it to 0"
+        )
     if s.cluster.address:
         yield f"cluster.address={s.cluster.address} is not used by backend {s.cluster.backend}; leave it empty"
 
