@@ -57,6 +57,11 @@ class LinePipe:
         if not is_waiting:
             self._flush()
 
+    def drain(self) -> None:
+        """Deliver what has arrived, now."""
+        while self._loop is not None and self._read():
+            pass
+
     def close_writer(self) -> None:
         """End the other side's input."""
         self.detach()
@@ -79,20 +84,23 @@ class LinePipe:
         if self._loop is not None:
             self._loop.remove_writer(self._in)
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """False when nothing is there to be read."""
         try:
             data = os.read(self._out, READ_SIZE)
         except BlockingIOError:
-            return
+            return False
         self._received += data
         if not data or (b"\n" not in data and len(self._received) > MAX_LINE):
             self.detach()
             self._on_end()
-        elif b"\n" in data:
+            return False
+        if b"\n" in data:
             *lines, rest = bytes(self._received).split(b"\n")
             self._received = bytearray(rest)
             for line in lines:
                 self._on_line(line)
+        return True
 
 
 class Log:

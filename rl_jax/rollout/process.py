@@ -87,7 +87,9 @@ class WorkerProcess:
         self._num_calls = 0
         self._ready: list[asyncio.Future] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watch: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = (
+            None  # fires when the head's time may be over, or earlier
+        )
         self._ending: asyncio.Task | None = None
         self._on_death: Callable[[WorkerProcess], None] = lambda worker: None
         self._process = subprocess.Popen(
@@ -100,6 +102,7 @@ class WorkerProcess:
         )
         self.log = Log(name, self._process.stderr)
         self._pipe = LinePipe(self._process.stdin, self._process.stdout)
+        self._exit_fd = _open_exit_fd(self._process.pid)
         self._post("init", f"import in {name}", limit, self._imported, init)
 
     @property
@@ -127,11 +130,15 @@ class WorkerProcess:
         """Work on the running loop from now on. on_death: once, after every waiting call has failed."""
         self._loop, self._on_death = asyncio.get_running_loop(), on_death
         self._pipe.attach(self._loop, self._answered, lambda: self._begin_end("env_died"))
+        if self._exit_fd is not None:
+            self._loop.add_reader(self._exit_fd, self._exited)
         self._watch_head()
 
     def detach(self) -> None:
         """Leave the loop; no call may be waiting but that for the imports."""
         self._pipe.detach()
+        if self._loop is not None and self._exit_fd is not None:
+            self._loop.remove_reader(self._exit_fd)
         if self._watch is not None:
             self._watch.cancel()
         self._watch = self._loop = None
@@ -169,7 +176,7 @@ class WorkerProcess:
         while self._process.poll() is None and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
         await self._kill()
-        self._pipe.close()
+        self._close_files()
         self._fail_calls(self.fault, self.fault)
 
     def _post(
@@ -181,13 +188,11 @@ class WorkerProcess:
         payload: Mapping[str, Any],
     ) -> None:
         line = wire.dumps({"i": self._num_calls, "v": verb, "t": limit.seconds, **payload})
-        if not self._calls:
-            self._head_since_s = time.monotonic()
         self._calls.append(Call(self._num_calls, what, limit, done))
         self._num_calls += 1
+        if len(self._calls) == 1:
+            self._new_head()
         self._pipe.send(line)
-        if self._loop is not None and self._watch is None:
-            self._watch_head()
 
     def _answered(self, line: bytes) -> None:
         """One answer settles the head; anything else breaks the protocol."""
@@ -203,7 +208,7 @@ class WorkerProcess:
             self._begin_end("env_died")
             return
         self._calls.popleft()
-        self._head_since_s = time.monotonic()
+        self._new_head()
         call.done(answer.get("r"), WorkerFault(*failed) if failed else None)
 
     def _imported(self, offers: Any, fault: WorkerFault | None) -> None:
@@ -214,15 +219,30 @@ class WorkerProcess:
         for future in ready:
             _settle(future)(None, fault)
 
+    def _new_head(self) -> None:
+        self._head_since_s = time.monotonic()
+        if self._loop is not None and self._calls:
+            due_s = self._loop.time() + self._calls[0].limit.seconds
+            # One timer for all calls; it is set anew only for a head whose time is over sooner.
+            if self._watch is None or self._watch.when() > due_s:
+                self._watch_head()
+
     def _watch_head(self) -> None:
-        """One timer for all calls: it looks at the head when the head's time may be over."""
-        self._watch = None
+        """End the worker if the head's time is over, else look again when it is."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
         if self._calls and self._ending is None:
             left_s = self._head_since_s + self._calls[0].limit.seconds - time.monotonic()
             if left_s <= 0:
                 self._begin_end("env_timeout")
             else:
                 self._watch = self._loop.call_later(left_s, self._watch_head)
+
+    def _exited(self) -> None:
+        """The process is gone, even if a child of its own still holds the pipe."""
+        self._pipe.drain()  # answers it wrote before
+        self._begin_end("env_died")
 
     def _begin_end(self, kind: str) -> None:
         if self._ending is None:
@@ -239,7 +259,7 @@ class WorkerProcess:
             self._signal(os.kill, signal.SIGUSR1)  # it writes its stack
             await asyncio.sleep(STACK_S)
         await self._kill()
-        self._pipe.close()
+        self._close_files()
         await asyncio.to_thread(self.log.drain)
         detail = self._end_detail(kind)
         self.fault = import_fault or WorkerFault("env_import" if is_import else kind, detail)
@@ -253,6 +273,12 @@ class WorkerProcess:
             took = f"{what} took more than {head.limit.setting}={head.limit.seconds:g}"
             return f"{took}; it was at {_stack_head(self.log.tail())}"
         return f"{what}: the process {_exit_text(self._process.returncode)}; {self.log.last_line()}"
+
+    def _close_files(self) -> None:
+        self._pipe.close()
+        if self._exit_fd is not None:
+            os.close(self._exit_fd)
+            self._exit_fd = None
 
     async def _kill(self) -> None:
         self._signal(os.killpg, signal.SIGKILL)
@@ -297,6 +323,14 @@ def _child_environment() -> dict[str, str]:
     # Many workers share the machine with the driver; maths libraries must not start a thread per core in each.
     out |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return out
+
+
+def _open_exit_fd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process ends; None where the system has none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def _exit_text(returncode: int | None) -> str:

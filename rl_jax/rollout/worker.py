@@ -127,7 +127,7 @@ class EnvPool:
         rewards: RewardSettings | None = None,
         log_dir: Path | None = None,
     ):
-        """log_dir: where start() lets each worker's output be kept; None = only a tail, for error messages.
+        """log_dir: where each worker's output is kept from start() on (may be set until then); None = only its tail.
 
         Raises: ValueError for an unknown environment or reward, or a tag that occurs twice.
         """
@@ -139,8 +139,11 @@ class EnvPool:
         self.failed: EnvError | None = None
         self.step_limit = Limit(settings.step_timeout_s, "rollout.step_timeout_s")
         self._start_limit = Limit(settings.start_timeout_s, "rollout.start_timeout_s")
+        self.open_limit = (
+            self._start_limit
+        )  # a place is free again when a worker that ended is replaced
         self._score_limit = Limit(rewards.timeout_s, "rewards.timeout_s")
-        self._log_dir = log_dir
+        self.log_dir = log_dir
         env_sources = [_source_to_wire(source) for source in sources]
         self._tags = [source.tag for source in sources]
         if len(set(self._tags)) != len(self._tags):
@@ -250,8 +253,8 @@ class EnvPool:
             await self._prepare()
         for worker in self._workers.values():
             worker.attach(self._died)
-            if self._log_dir is not None:
-                worker.log.open(self._log_dir)
+            if self.log_dir is not None:
+                worker.log.open(self.log_dir)
 
     async def open(self, task: Task, uid: str, seed: int) -> EnvHandle:
         """A place for an episode of `task`, in the worker with the fewest; waits for one if all are taken.
@@ -259,7 +262,7 @@ class EnvPool:
         seed: of reset(). Raises: EnvError env_full after start_timeout_s; env_budget once `failed` is set.
         """
         try:
-            async with asyncio.timeout(self._start_limit.seconds):
+            async with asyncio.timeout(self.open_limit.seconds):
                 while True:
                     if self.failed is not None:
                         raise EnvError(self.failed.kind, self.failed.detail)
@@ -271,7 +274,7 @@ class EnvPool:
         except TimeoutError:
             raise EnvError(
                 "env_full",
-                f"no place for {uid} within {self._start_limit.setting}={self._start_limit.seconds:g}: {self.num_live} "
+                f"no place for {uid} within {self.open_limit.setting}={self.open_limit.seconds:g}: {self.num_live} "
                 f"of {self.capacity} environments live; raise rollout.env_workers or envs_per_worker",
             ) from None
         self._num_opened += 1
@@ -354,8 +357,8 @@ class EnvPool:
             await asyncio.sleep(min(FIRST_PAUSE_S * 2**late, MAX_PAUSE_S))
         worker = self._workers[name] = self._new_worker(name)
         worker.attach(self._died)
-        if self._log_dir is not None:
-            worker.log.open(self._log_dir)
+        if self.log_dir is not None:
+            worker.log.open(self.log_dir)
         try:
             await worker.ready()
         except WorkerFault:
