@@ -29,7 +29,6 @@ from rl_jax.settings import RolloutSettings
 from rl_jax.types import Group, Trajectory
 
 Select = Callable[[Sequence[Group]], tuple[list[Group], list[tuple[str, str]]]]
-POLL_S = 0.5  # how soon take notices should_stop
 MAX_SELECT_ROUNDS = 100  # batches in a row of which the algorithm selected nothing
 
 
@@ -74,12 +73,12 @@ class SampleBuffer:
         self.status = status  # what episodes do now; the rollout puts its own here
         # Told of a group that take() dropped, on the driver's thread.
         self.on_drop: Callable[[Group, str], None] = lambda group, reason: None
+        self.poll_s = 0.5  # how soon take notices should_stop
         self._clock = clock
         self._change = threading.Condition()
         self._entries: list[Entry] = []
-        self._taken: dict[
-            int, list[Group]
-        ] = {}  # step -> groups, until the step's version is published
+        # step -> what it took, until its version is published
+        self._taken: dict[int, list[Entry]] = {}
         self._trained: set[int] = set()  # steps of `taken` whose groups are TRAINED
         self._seq = 0
         self._beat_s = clock()
@@ -152,11 +151,8 @@ class SampleBuffer:
     def clear(self, reason: str) -> None:
         """The run ends: drop what waits and what was taken and not trained."""
         with self._change:
-            groups = [entry.group for entry in self._entries]
-            self._entries = []
-            for step, taken in self._taken.items():
-                groups += taken if step not in self._trained else []
-            self._taken = {}
+            groups = [entry.group for entry in self._open_entries()]
+            self._entries, self._taken = [], {}
         for group in groups:
             self._drop(group, reason, notify=False)
 
@@ -166,14 +162,21 @@ class SampleBuffer:
             waiting = [
                 e.group for e in sorted(self._entries, key=lambda e: (e.oldest_version, e.seq))
             ]
-            return (*waiting, *(group for groups in self._taken.values() for group in groups))
+            taken = [entry.group for entries in self._taken.values() for entry in entries]
+            return (*waiting, *taken)
+
+    def oldest_version(self, now: int) -> int:
+        """Of any group it holds; `now` if there is none."""
+        with self._change:
+            held = [*self._entries, *(e for taken in self._taken.values() for e in taken)]
+            return min((entry.oldest_version for entry in held), default=now)
 
     def held(self) -> dict[str, int]:
         """Groups waiting or taken, by tag."""
         with self._change:
             held = Counter(entry.group.tag for entry in self._entries)
-            for groups in self._taken.values():
-                held.update(group.tag for group in groups)
+            for taken in self._taken.values():
+                held.update(entry.group.tag for entry in taken)
             return dict(held)
 
     @property
@@ -182,15 +185,12 @@ class SampleBuffer:
 
     @property
     def num_taken(self) -> int:
-        return sum(len(groups) for groups in self._taken.values())
+        return sum(len(taken) for taken in self._taken.values())
 
     def num_open_episodes(self) -> int:
         """Episodes it holds that have no terminal record yet: its part of the ledger's in_flight."""
         with self._change:
-            groups = [entry.group for entry in self._entries]
-            for step, taken in self._taken.items():
-                groups += taken if step not in self._trained else []
-            return sum(len(group.trajectories) for group in groups)
+            return sum(len(entry.group.trajectories) for entry in self._open_entries())
 
     def drops(self) -> dict[str, int]:
         """Episodes dropped so far, by the first word of the reason: stale, filtered, buffer_full, run_end."""
@@ -234,13 +234,13 @@ class SampleBuffer:
                 )
         self._ledger.flush()
         with self._change:
-            taken.sort(key=lambda group: (group.epoch, group.index, group.uid))
-            return list(taken)
+            taken.sort(key=_order)
+            return [entry.group for entry in taken]
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
         """learner.step(step) returned: its groups are TRAINED, durably when this returns."""
         with self._change:
-            if [g.uid for g in self._taken.get(step, [])] != [g.uid for g in groups]:
+            if [e.group.uid for e in self._taken.get(step, [])] != [g.uid for g in groups]:
                 raise LedgerError(
                     f"consumed(step={step}) names other groups than take(step={step}) gave"
                 )
@@ -253,7 +253,7 @@ class SampleBuffer:
     def discard(self, step: int, reason: str) -> None:
         """The groups of `step` are used otherwise than by training: DROPPED with `reason`, and the step is consumed."""
         with self._change:
-            groups = list(self._taken.get(step, []))
+            groups = [entry.group for entry in self._taken.get(step, [])]
             self._trained.add(step)
         for group in groups:
             self._drop(group, reason, notify=False)
@@ -261,8 +261,13 @@ class SampleBuffer:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _missing(self, taken: Sequence[Group]) -> dict[str, int]:
-        have = Counter(group.tag for group in taken)
+    def _open_entries(self) -> list[Entry]:
+        """What it holds and no step has trained. Under the lock."""
+        taken = [es for step, es in self._taken.items() if step not in self._trained]
+        return [*self._entries, *(entry for entries in taken for entry in entries)]
+
+    def _missing(self, taken: Sequence[Entry]) -> dict[str, int]:
+        have = Counter(entry.group.tag for entry in taken)
         return {tag: self.share - have[tag] for tag in self.tags if have[tag] < self.share}
 
     def _wait(self, step, missing, timeout_s, should_stop) -> list[Group]:
@@ -277,7 +282,7 @@ class SampleBuffer:
                 stopped = should_stop()
                 waits = found is None and not stale and left_s > 0 and not stopped
                 if waits:
-                    self._change.wait(min(POLL_S, left_s))
+                    self._change.wait(min(self.poll_s, left_s))
             for group in stale:
                 self._drop(group, "stale")
             if found is not None:
@@ -300,10 +305,8 @@ class SampleBuffer:
             found += sorted(of_tag, key=lambda entry: (entry.oldest_version, entry.seq))[:num]
         seqs = {entry.seq for entry in found}
         self._entries = [entry for entry in self._entries if entry.seq not in seqs]
-        groups = [entry.group for entry in found]
-        groups.sort(key=lambda group: (group.epoch, group.index, group.uid))
-        self._taken[step] += groups
-        return groups
+        self._taken[step] += found
+        return [entry.group for entry in sorted(found, key=_order)]
 
     def _pop_stale(self, version: int) -> list[Group]:
         oldest_allowed = version - self._settings.max_staleness
@@ -320,7 +323,7 @@ class SampleBuffer:
                 f" {len(groups)}, kept {len(kept_uids)} and dropped {len(dropped_uids)}"
             )
         with self._change:
-            self._taken[step][:] = [g for g in self._taken[step] if g.uid not in dropped_uids]
+            self._taken[step][:] = [e for e in self._taken[step] if e.group.uid not in dropped_uids]
         by_uid = {group.uid: group for group in groups}
         for uid, reason in dropped:
             self._drop(by_uid[uid], f"filtered: {reason}")
@@ -340,6 +343,11 @@ class SampleBuffer:
         self._drops[reason.split(":")[0]] += len(group.trajectories)
         if notify:
             self.on_drop(group, reason)
+
+
+def _order(entry: Entry) -> tuple[int, int, str]:
+    """Of a batch: whatever was quicker, it is the same."""
+    return entry.group.epoch, entry.group.index, entry.group.uid
 
 
 def ref_of(trajectory: Trajectory) -> EpisodeRef:

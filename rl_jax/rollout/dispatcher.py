@@ -119,7 +119,7 @@ class Dispatcher:
     def view(self) -> View:
         groups = tuple(group.view(self.version) for group in self._groups.values())
         oldest = [group.oldest_version for group in groups]
-        oldest += [group.oldest_version for group in self.buffer.snapshot()]
+        oldest.append(self.buffer.oldest_version(self.version))
         return View(
             now_s=time.monotonic(),
             version=self.version,
@@ -128,7 +128,7 @@ class Dispatcher:
             free=self.slots.free(),
             groups=groups,
             buffered=self.buffer.num_waiting,
-            oldest_unconsumed=min(oldest, default=self.version),
+            oldest_unconsumed=min(oldest),
             taken=self.buffer.num_taken,
             held=self.buffer.held(),
         )
@@ -142,7 +142,7 @@ class Dispatcher:
 
     def num_open_episodes(self) -> int:
         """Its part of the ledger's in_flight."""
-        return sum(len(g.members) + len(g.trajectories) for g in self._groups.values())
+        return sum(len(g.members) + len(g.scored) for g in self._groups.values())
 
     def pending(self) -> list[tuple[int, int]]:
         """(epoch, index) of every group that is issued and not consumed, those still to be issued again too."""
@@ -215,7 +215,7 @@ class Dispatcher:
         if trajectory.outcome is Outcome.FAILED:
             self._short(group, episode.ref.sample, trajectory.failure)
         else:
-            group.trajectories[episode.ref.sample] = trajectory
+            group.add(trajectory)
             self._complete(group)
         self.handle(Scored(episode.ref.uid, trajectory.reward.value))
 
@@ -267,9 +267,9 @@ class Dispatcher:
         group = self._groups.pop(uid)
         for member in group.members.values():
             self._cancel_member(member, reason)
-        for trajectory in group.trajectories.values():
-            self.player.ledger.write(ref_of(trajectory), "DROPPED", reason=reason)
-        self.drops[reason.split(":")[0]] += len(group.trajectories)
+        for scored in group.scored.values():
+            self.player.ledger.write(ref_of(scored.trajectory), "DROPPED", reason=reason)
+        self.drops[reason.split(":")[0]] += len(group.scored)
         self.handle(Dropped(uid, reason))
 
     def _cancel(self, uid: str, reason: str) -> None:

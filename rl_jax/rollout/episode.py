@@ -103,6 +103,7 @@ class Episode:
     def __init__(self, ref: EpisodeRef, task: Task, run_seed: int, rules: EpisodeRules):
         self.ref, self.task, self.run_seed, self.rules = ref, task, run_seed, rules
         self.turns: list[Turn] = []
+        self.num_tokens = 0  # sampled so far
         self.steps: list[StepResult] = []
         self.texts: list[str] = []  # what the policy said, one a turn
         self.messages: list[Message] = list(task.messages)
@@ -119,11 +120,6 @@ class Episode:
         self._deadline_s = 0.0  # monotonic; set when it begins
         self._context = np.empty(256, np.int32)
         self._size = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Sampled tokens so far."""
-        return sum(len(turn.tokens) for turn in self.turns)
 
     @property
     def session(self) -> str:
@@ -277,6 +273,7 @@ async def _play(
         episode.state_keys.append(seen.state_key or _state_key(seen.messages))
         turn = await _turn(episode, tools, added)
         episode.turns.append(turn)
+        episode.num_tokens += len(turn.tokens)
         tools.count(f"turns/{turn.finish.value}")
         episode.enter("stepping its environment")
         action = tools.renderer.parse(turn.tokens)

@@ -1,6 +1,6 @@
 """A group in flight: which of its members run, are scored, failed or were given up. Loop-thread only.
 
-Invariants: a sample is at most once in `members` (its live attempt) or `trajectories` (scored); `want` is the group's
+Invariants: a sample is at most once in `members` (its live attempt) or `scored`; `want` is the group's
 size less what was given up. Must not: start or cancel anything.
 """
 
@@ -22,6 +22,15 @@ class Member:
     has_slot: bool = True
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A scored member, with what the scheduler asks of it at every event."""
+
+    trajectory: Trajectory
+    oldest_version: int
+    num_tokens: int
+
+
 @dataclass
 class LiveGroup:
     uid: str
@@ -29,7 +38,7 @@ class LiveGroup:
     size: int
     issued_s: float
     members: dict[int, Member] = field(default_factory=dict)  # by sample
-    trajectories: dict[int, Trajectory] = field(default_factory=dict)  # by sample
+    scored: dict[int, Scored] = field(default_factory=dict)  # by sample
     tries: Counter[int] = field(default_factory=Counter)  # attempts started here, by sample
     given_up: set[int] = field(default_factory=set)
 
@@ -39,16 +48,22 @@ class LiveGroup:
 
     @property
     def is_complete(self) -> bool:
-        return len(self.trajectories) == self.want
+        return len(self.scored) == self.want
 
     def missing(self) -> list[int]:
         """Samples that must be started (again)."""
-        taken = self.members.keys() | self.trajectories.keys() | self.given_up
+        taken = self.members.keys() | self.scored.keys() | self.given_up
         return [sample for sample in range(self.size) if sample not in taken]
+
+    def add(self, trajectory: Trajectory) -> None:
+        """A member was scored."""
+        self.scored[trajectory.sample] = Scored(
+            trajectory, trajectory.oldest_version, trajectory.num_trained
+        )
 
     def oldest_version(self, now: int) -> int:
         """Of any token sampled so far, from below; `now` if there is none."""
-        versions = [t.oldest_version for t in self.trajectories.values()]
+        versions = [scored.oldest_version for scored in self.scored.values()]
         for member in self.members.values():
             if member.episode.oldest_version is not None:
                 versions.append(member.episode.oldest_version)
@@ -56,7 +71,7 @@ class LiveGroup:
 
     def view(self, now: int) -> GroupView:
         """What a scheduler sees. now: the current version."""
-        scored = self.trajectories.values()
+        scored = self.scored.values()
         return GroupView(
             group=self.uid,
             task_id=self.issued.task.id,
@@ -65,7 +80,7 @@ class LiveGroup:
             started=len(self.members) + len(scored),
             scored=len(scored),
             num_tokens=(
-                *(t.num_trained for t in scored),
+                *(s.num_tokens for s in scored),
                 *(m.episode.num_tokens for m in self.members.values()),
             ),
             oldest_version=self.oldest_version(now),
@@ -75,5 +90,5 @@ class LiveGroup:
     def group(self) -> Group:
         """The complete group, members by sample."""
         task = self.issued.task
-        ordered = tuple(self.trajectories[sample] for sample in sorted(self.trajectories))
+        ordered = tuple(self.scored[sample].trajectory for sample in sorted(self.scored))
         return Group(self.uid, task.id, task.tag, self.issued.epoch, self.issued.index, ordered)

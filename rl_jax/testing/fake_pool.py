@@ -17,7 +17,7 @@ from rl_jax.types import Action, EpisodeView, Reward, StepResult, Task
 
 @dataclass
 class FakePool:
-    """`envs`: task.env -> Environment class; `scorers`: task.reward -> (task, view) -> Reward, or an exception to raise."""
+    """`envs`: task.env -> Environment class; `scorers`: task.reward -> a function of (task, view) -> Reward."""
 
     envs: Mapping[str, type]
     scorers: Mapping[str, Callable[[Task, EpisodeView], Any]] = field(default_factory=dict)

@@ -1,0 +1,228 @@
+"""The sample buffer: bound, shares, order, integrity, waiting."""
+
+import threading
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rl_jax.ledger import EpisodeFacts, EpisodeRef, Ledger, LedgerError
+from rl_jax.rollout.assembly import ClosedEpisode, assemble
+from rl_jax.rollout.buffer import SampleBuffer, SelectionEmpty, TakeInterrupted, TakeTimeout, ref_of
+from rl_jax.rollout.traces import trajectory_sha256
+from rl_jax.settings import RolloutSettings
+from rl_jax.types import FinishReason, Group, Outcome, Reward, StepResult, Turn, VersionSpan
+
+SETTINGS = RolloutSettings(batch_groups=2, group_size=2, max_staleness=1, take_timeout_s=5.0)
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl", "r")
+    yield ledger
+    ledger.close()
+
+
+def make_trajectory(index, sample, version, tag="a", value=1.0):
+    num = 3 + index + sample
+    turn = Turn(
+        prompt_tokens=np.arange(4, dtype=np.int32),
+        tokens=np.full(num, 10 + index, np.int32),
+        logprobs=np.full(num, -0.5, np.float32),
+        sampled_logprobs=None,
+        spans=(VersionSpan(0, num, version),),
+        context_mixed=np.zeros(num, bool),
+        finish=FinishReason.STOP,
+        cached_prompt=0,
+        server="s",
+        pool="p",
+        times_s={"decode": 0.25},
+    )
+    ref = EpisodeRef(f"r/0/{index}/{sample}", 0, f"r/0/{index}", 0, index, sample, tag)
+    closed = ClosedEpisode(
+        ref, f"task{index}", turn.prompt_tokens, (turn,), (StepResult((), value, True),), ("k",),
+        Outcome.OK, None, None, version,
+    )  # fmt: skip
+    return assemble(closed, Reward(value, {"env": value}, (value,), "scored", "env"))
+
+
+def make_group(ledger, index, version=0, tag="a", size=2):
+    """A complete group whose members are COMPLETED in the ledger."""
+    members = tuple(make_trajectory(index, s, version, tag) for s in range(size))
+    for t in members:
+        ledger.write(ref_of(t), "ISSUED")
+        ledger.write(ref_of(t), "RUNNING")
+        ledger.write(
+            ref_of(t), "COMPLETED", facts=EpisodeFacts(version, (version,), 3, trajectory_sha256(t))
+        )
+    return Group(f"r/0/{index}", f"task{index}", tag, 0, index, members)
+
+
+def test_oldest_groups_go_first_and_come_out_by_index(ledger):
+    buffer = SampleBuffer(replace(SETTINGS, max_staleness=3), ledger, ["a"])
+    for index, version in ((9, 2), (4, 1), (7, 0), (1, 2)):
+        assert buffer.put(make_group(ledger, index, version))
+    assert [g.index for g in buffer.take(3)] == [4, 7]
+    assert [g.index for g in buffer.snapshot()] == [9, 1, 4, 7]  # waiting by age, then taken
+
+
+def test_batch_holds_equal_groups_of_each_tag(ledger):
+    buffer = SampleBuffer(replace(SETTINGS, batch_groups=4), ledger, ["a", "b"])
+    for index in range(5):
+        buffer.put(make_group(ledger, index, tag="a"))
+    with pytest.raises(TakeTimeout, match="2 of b"):
+        buffer.take(1, timeout_s=0.01)
+    for index in (5, 6):
+        buffer.put(make_group(ledger, index, tag="b"))
+    assert [g.index for g in buffer.take(1)] == [0, 1, 5, 6]
+    assert buffer.held() == {"a": 5, "b": 2}
+
+
+def test_stale_group_is_dropped_and_counted(ledger):
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"])
+    dropped = []
+    buffer.on_drop = lambda group, reason: dropped.append((group.index, reason))
+    for index, version in ((0, 0), (1, 1), (2, 2)):
+        buffer.put(make_group(ledger, index, version))
+    assert [g.index for g in buffer.take(3)] == [
+        1,
+        2,
+    ]  # consuming version 2: version 0 is one too old
+    assert dropped == [(0, "stale")] and buffer.drops() == {"stale": 2}
+    assert ledger.counts()["DROPPED"] == 2
+
+
+def test_sweep_at_publish_and_put_after_it(ledger):
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"])
+    buffer.put(make_group(ledger, 0, 0))
+    assert buffer.sweep(1) == []
+    assert [g.index for g in buffer.sweep(2)] == [0]
+    assert not buffer.put(make_group(ledger, 1, 0))  # finished too late
+    assert buffer.put(make_group(ledger, 2, 1))
+    assert buffer.drops() == {"stale": 4}
+
+
+def test_groups_beyond_the_limit_are_dropped_and_counted(ledger):
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"])
+    assert [buffer.put(make_group(ledger, i)) for i in range(5)] == [True] * 4 + [False]
+    assert buffer.drops() == {"buffer_full": 2}
+    buffer.take(1)
+    assert not buffer.put(make_group(ledger, 5))  # taken groups count until their step is published
+
+
+def test_groups_count_as_held_until_their_version_is_published(ledger):
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"])
+    for index in range(2):
+        buffer.put(make_group(ledger, index))
+    groups = buffer.take(1)
+    assert (buffer.num_taken, buffer.num_waiting, buffer.num_open_episodes()) == (2, 0, 4)
+    buffer.consumed(1, groups)
+    assert (buffer.num_taken, buffer.num_open_episodes()) == (2, 0)
+    assert ledger.counts()["TRAINED"] == 4
+    buffer.release(1)
+    assert (buffer.num_taken, buffer.held()) == (0, {})
+    ledger.check(in_flight=0)
+
+
+def test_publish_without_consumed_is_refused(ledger):
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"])
+    for index in range(2):
+        buffer.put(make_group(ledger, index))
+    groups = buffer.take(1)
+    with pytest.raises(LedgerError, match="consumed\\(\\) was never called for step 1"):
+        buffer.release(1)
+    with pytest.raises(LedgerError, match="names other groups"):
+        buffer.consumed(1, groups[:1])
+
+
+def test_changed_array_is_found_at_exit(ledger):
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"])
+    for index in range(2):
+        buffer.put(make_group(ledger, index))
+    tokens = buffer.snapshot()[1].trajectories[0].tokens
+    tokens.setflags(write=True)
+    tokens[2] += 1
+    with pytest.raises(LedgerError, match=r"r/0/1/0#0: its arrays changed"):
+        buffer.take(1)
+
+
+def test_records_are_on_disk_before_a_batch_is_handed_on(ledger):
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"])
+    for index in range(2):
+        buffer.put(make_group(ledger, index))
+    assert ledger.path.read_text().count("COMPLETED") < 4
+    buffer.take(1)
+    assert ledger.path.read_text().count("COMPLETED") == 4
+
+
+def test_selection_is_asked_about_replacements_only(ledger):
+    buffer = SampleBuffer(replace(SETTINGS, max_staleness=5), ledger, ["a"])
+    for index in range(6):
+        buffer.put(make_group(ledger, index))
+    asked = []
+
+    def select(groups):
+        asked.append([g.index for g in groups])
+        return [g for g in groups if g.index in (1, 4)], [
+            (g.uid, "x") for g in groups if g.index not in (1, 4)
+        ]
+
+    assert [g.index for g in buffer.take(1, select=select)] == [1, 4]
+    assert asked == [[0, 1], [2], [3], [4]]
+    assert buffer.drops() == {"filtered": 6}
+
+
+def test_selection_that_keeps_nothing_or_forgets_a_group_is_an_error(ledger):
+    buffer = SampleBuffer(replace(SETTINGS, max_staleness=99), ledger, ["a"])
+    numbers = iter(range(1000))
+    refill = lambda group, reason: buffer.put(make_group(ledger, next(numbers)))
+    buffer.on_drop = refill
+    refill(None, ""), refill(None, "")
+    with pytest.raises(SelectionEmpty, match="no group of 100 batches in a row.*all_equal"):
+        buffer.take(1, select=lambda groups: ([], [(g.uid, "all_equal") for g in groups]))
+    with pytest.raises(ValueError, match="keep or drop each group exactly once"):
+        buffer.take(2, select=lambda groups: (groups[:1], []))
+
+
+def test_take_waits_for_put_and_ends_on_failure_or_stop(ledger):
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"], status=lambda: "nothing runs")
+    groups = [make_group(ledger, i) for i in range(2)]
+    timers = [threading.Timer(0.02 * (i + 1), buffer.put, [g]) for i, g in enumerate(groups)]
+    for timer in timers:
+        timer.start()
+    assert buffer.take(1) == groups
+    with pytest.raises(TakeInterrupted, match="step 2 waits for groups: 2 of a; nothing runs"):
+        buffer.take(2, should_stop=lambda: True)
+    threading.Timer(0.02, buffer.fail, [RuntimeError("the env is gone")]).start()
+    with pytest.raises(RuntimeError, match="the env is gone"):
+        buffer.take(2)
+
+
+def test_take_waits_as_long_as_there_is_progress(ledger):
+    now = [0.0]
+    waits = Counter()
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"], clock=lambda: now[0])
+
+    def should_stop():  # asked at every look: time passes, and for a while there is progress
+        waits["looks"] += 1
+        now[0] += 3.0
+        if waits["looks"] < 10:
+            buffer.beat()
+        return False
+
+    buffer.poll_s = 0.0
+    with pytest.raises(TakeTimeout, match="no episode progress for 5 s"):
+        buffer.take(1, should_stop=should_stop)
+    assert waits["looks"] >= 11
+
+
+def test_clear_drops_what_waits_and_what_was_not_trained(ledger):
+    buffer = SampleBuffer(replace(SETTINGS, max_staleness=4), ledger, ["a"])
+    for index in range(5):
+        buffer.put(make_group(ledger, index))
+    buffer.consumed(1, buffer.take(1))
+    buffer.take(2)
+    buffer.clear("run_end")
+    assert {s: n for s, n in ledger.counts().items() if n} == {"TRAINED": 4, "DROPPED": 6}
+    ledger.check(in_flight=0)

@@ -1,0 +1,238 @@
+"""The trajectory scheduler under random interleavings of everything that can happen, with a simulated driver."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from rl_jax.rollout.scheduler import SCHEDULERS, SchedulerConfig
+from rl_jax.rollout.scheduler.trajectory import TrajectoryScheduler
+from rl_jax.types import Drop, GroupView, NeedBatch, Published, Start, Tick, View
+
+
+@dataclass
+class SimGroup:
+    uid: int
+    tag: str
+    size: int
+    issued_s: float
+    running: list = field(
+        default_factory=list
+    )  # version of the oldest token of each live member; None = none yet
+    scored: list = field(default_factory=list)  # version of the oldest token of each scored member
+
+    def oldest(self, now):
+        return min([v for v in self.running + self.scored if v is not None], default=now)
+
+
+class Simulation:
+    """A rollout and a driver as plain counters. Fails where an invariant of the scheduler breaks."""
+
+    def __init__(self, seed, max_staleness, tags, need, size, slots):
+        self.rng = random.Random(seed)
+        self.k, self.tags, self.need, self.size, self.slots = max_staleness, tags, need, size, slots
+        self.policy = TrajectoryScheduler()
+        self.state = self.policy.init(SchedulerConfig(tags, size, max_staleness))
+        self.version, self.step, self.clock = 0, 0, 0.0
+        self.flying, self.buffered, self.taken = [], [], []
+        self.num_issued = self.num_consumed = self.num_dropped = 0
+        self.issued_by_tag = dict.fromkeys(tags, 0)
+
+    def free(self):
+        return {
+            key: n
+            - sum(
+                len(g.running) for g in self.flying if (g.tag if g.tag in self.slots else "") == key
+            )
+            for key, n in self.slots.items()
+        }
+
+    def view(self):
+        groups = tuple(
+            GroupView(
+                g.uid, "", g.tag, g.size, len(g.running) + len(g.scored), len(g.scored), (),
+                g.oldest(self.version), g.issued_s,
+            )
+            for g in self.flying
+        )  # fmt: skip
+        held = {}
+        for g in self.buffered + self.taken:
+            held[g.tag] = held.get(g.tag, 0) + 1
+        return View(
+            self.clock, self.version, self.step, self.need, self.free(), groups, len(self.buffered),
+            0, len(self.taken), held,
+        )  # fmt: skip
+
+    def decide(self, event):
+        self.clock += 1.0
+        self.state, actions = self.policy.decide(self.state, self.view(), event)
+        for action in actions:
+            if isinstance(action, Drop):
+                group = next(g for g in self.flying if g.uid == action.group)
+                assert self.version - group.oldest(self.version) > self.k
+                self.flying.remove(group)
+                self.num_dropped += 1
+            elif isinstance(action, Start):
+                assert action.members > 0
+                if action.group is None:
+                    group = SimGroup(self.num_issued, action.tag, self.size, self.clock)
+                    self.flying.append(group)
+                    self.num_issued += 1
+                    self.issued_by_tag[action.tag] += 1
+                else:
+                    group = next(g for g in self.flying if g.uid == action.group)
+                group.running += [None] * action.members
+                assert len(group.running) + len(group.scored) <= group.size
+        assert min(self.free().values()) >= 0
+        for tag in self.tags:
+            outstanding = sum(g.tag == tag for g in self.flying + self.buffered + self.taken)
+            assert outstanding <= (1 + self.k) * self.need // len(self.tags)
+        assert not any(self.version - g.oldest(self.version) > self.k for g in self.flying)
+        if self.k == 0 and self.taken:
+            assert not any(g.running for g in self.flying)
+
+    # --- what can happen ---
+
+    def sample(self):
+        """A live member samples its first token, or ends: scored, or failed and missing again."""
+        group = self.rng.choice([g for g in self.flying if g.running])
+        i = self.rng.randrange(len(group.running))
+        if group.running[i] is None:
+            group.running[i] = self.version
+        elif self.rng.random() < 0.85:
+            group.scored.append(group.running.pop(i))
+            if len(group.scored) == group.size:
+                self.flying.remove(group)
+                self.buffered.append(group)
+        else:
+            group.running.pop(i)
+        self.decide(Tick())
+
+    def drop(self):
+        """A group is given up (a member failed too often)."""
+        self.flying.remove(self.rng.choice(self.flying))
+        self.num_dropped += 1
+        self.decide(Tick())
+
+    def can_take(self):
+        share = self.need // len(self.tags)
+        return not self.taken and all(
+            sum(g.tag == t for g in self.buffered) >= share for t in self.tags
+        )
+
+    def take(self):
+        for tag in self.tags:
+            mine = sorted(
+                (g for g in self.buffered if g.tag == tag), key=lambda g: g.oldest(self.version)
+            )
+            for group in mine[: self.need // len(self.tags)]:
+                assert (
+                    self.version - group.oldest(self.version) <= self.k
+                )  # the bound, at consumption
+                self.buffered.remove(group)
+                self.taken.append(group)
+        self.decide(Tick())
+
+    def publish(self):
+        self.version += 1
+        self.num_consumed += len(self.taken)
+        self.taken = []
+        stale = [g for g in self.buffered if self.version - g.oldest(self.version) > self.k]
+        self.buffered = [g for g in self.buffered if g not in stale]
+        self.num_dropped += len(stale)
+        self.decide(Published(self.version))
+        self.step += 1
+        self.decide(NeedBatch(self.step))
+
+    def run(self, num_steps):
+        self.step = 1
+        self.decide(NeedBatch(1))
+        for _ in range(200_000):
+            if self.version == num_steps:
+                return
+            choices = []
+            if any(g.running for g in self.flying):
+                choices += [self.sample] * 20
+            if self.flying and self.rng.random() < 0.05:
+                choices.append(self.drop)
+            if self.taken:
+                choices += [self.publish] * 2
+            elif self.can_take():
+                choices += [self.take] * 4
+            assert choices, "starved: nothing runs, nothing can be taken"
+            self.rng.choice(choices)()
+            alive = len(self.flying) + len(self.buffered) + len(self.taken)
+            assert self.num_issued == self.num_consumed + self.num_dropped + alive
+        raise AssertionError("no progress in 200,000 events")
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_bound_accounting_and_progress_under_random_interleavings(seed):
+    rng = random.Random(seed)
+    tags = ("a", "b", "c")[: rng.choice([1, 1, 2, 3])]
+    slots = {"": rng.choice([1, 3, 16, 64])}
+    if len(tags) > 1 and rng.random() < 0.5:
+        slots["a"] = rng.choice([1, 5])
+    sim = Simulation(
+        seed,
+        rng.choice([0, 1, 2, 4]),
+        tags,
+        len(tags) * rng.choice([1, 2]),
+        rng.choice([1, 2, 5]),
+        slots,
+    )
+    sim.run(num_steps=4)
+    per_tag = sorted(sim.issued_by_tag.values())
+    assert per_tag[0] >= 4 * sim.need // len(tags)  # every tag got its share of every batch
+
+
+def view(**changes):
+    base = {
+        "now_s": 0.0, "version": 3, "step": 4, "need_groups": 2, "free": {"": 100}, "groups": (),
+        "buffered": 0, "oldest_unconsumed": 3,
+    }  # fmt: skip
+    return View(**{**base, **changes})
+
+
+def flying(group, started, want=4, oldest=3, issued_s=0.0):
+    return GroupView(group, "t", "a", want, started, 0, (), oldest, issued_s)
+
+
+def decide(max_staleness, **changes):
+    policy = TrajectoryScheduler()
+    state = policy.init(SchedulerConfig(("a",), 4, max_staleness))
+    return policy.decide(state, view(**changes), Tick())[1]
+
+
+def test_new_groups_start_up_to_the_bound():
+    assert decide(0) == [Start(None, 4, "a")] * 2
+    assert decide(1) == [Start(None, 4, "a")] * 4
+    assert decide(1, buffered=2, taken=1, held={"a": 3}) == [Start(None, 4, "a")]
+    assert decide(0, taken=2, held={"a": 2}) == []
+    assert decide(0, need_groups=0) == []
+
+
+def test_free_slots_go_to_missing_members_of_the_oldest_group_first():
+    groups = (flying("young", 1, issued_s=2.0), flying("old", 2, issued_s=1.0))
+    assert decide(3, free={"": 6}, groups=groups) == [
+        Start("old", 2, "a"),
+        Start("young", 3, "a"),
+        Start(None, 1, "a"),
+    ]
+
+
+def test_group_beyond_the_bound_is_dropped_and_replaced():
+    groups = (flying("stale", 4, oldest=1), flying("good", 4, oldest=2))
+    assert decide(1, groups=groups, held={"a": 2}) == [Drop("stale", "stale"), Start(None, 4, "a")]
+
+
+def test_tags_with_their_own_pool_use_their_own_slots():
+    policy = TrajectoryScheduler()
+    state = policy.init(SchedulerConfig(("a", "b"), 4, 0))
+    actions = policy.decide(state, view(free={"": 4, "a": 3}, need_groups=4), Tick())[1]
+    assert actions == [Start(None, 3, "a"), Start(None, 4, "b")]
+
+
+def test_table_names_what_exists():
+    module, _, name = SCHEDULERS["trajectory"].partition(":")
+    assert (module, name) == (TrajectoryScheduler.__module__, TrajectoryScheduler.__name__)
