@@ -132,6 +132,7 @@ class WorkerProcess:
         self._pipe.attach(self._loop, self._answered, lambda: self._begin_end("env_died"))
         if self._exit_fd is not None:
             self._loop.add_reader(self._exit_fd, self._exited)
+        self._pipe.drain()  # what was answered while nobody looked is not late
         self._watch_head()
 
     def detach(self) -> None:
