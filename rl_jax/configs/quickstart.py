@@ -14,14 +14,30 @@ def get_config(arg: str = "") -> ConfigDict:
     config = default_config()
     config.mesh = split_8.get_config(arg or "1")
     config.tasks.sources = [
-        ConfigDict({"tag": "frozen_lake", "env": "frozen_lake", "config": {"num_maps": 16}}),
+        ConfigDict(
+            {
+                "tag": "frozen_lake",
+                "env": "frozen_lake",
+                "script_episodes": 512,
+                "script_skill": 0.6,
+                "config": {"num_maps": 16, "instructions": ""},
+            }
+        ),
         ConfigDict(
             {
                 "tag": "chain_sum",
                 "env": "reasoning_gym",
+                "script_episodes": 1024,
+                "script_skill": 0.6,
                 "config": {
-                    "task": "chain_sum",
-                    "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+                    "dataset": "chain_sum",
+                    "dataset_config": {
+                        "min_terms": 2,
+                        "max_terms": 2,
+                        "min_digits": 1,
+                        "max_digits": 1,
+                    },
+                    "bare": True,
                 },
             }
         ),

@@ -1,0 +1,65 @@
+"""Where the parts run. InProcCluster: every role in this process, one thread per server, on the plan's own meshes.
+
+Owns: the meshes, the engines, the servers and the router in front of them. Life: `InProcCluster(...)` builds meshes and
+engines (no compile) -> `start()` starts the server threads, which serve after their first weight commit -> `close()`
+joins them. The train mesh is handed to the learner; the servers are the sync's targets.
+Must not: decide when anything happens (driver), or move weights (weights).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rl_jax.engine.engine import JaxEngine
+from rl_jax.mesh import MeshPlan, build_meshes
+from rl_jax.models.decoder import Model
+from rl_jax.serve.prefill_server import PrefillServer
+from rl_jax.serve.router import Router
+from rl_jax.serve.decode_server import DecodeServer
+from rl_jax.settings import Settings
+
+
+class InProcCluster:
+    """Servers and router of one plan. Sole owner of their threads."""
+
+    def __init__(self, plan: MeshPlan, model: Model, settings: Settings):
+        self.meshes = build_meshes(plan)
+        self.prefill: list[PrefillServer] = []
+        self.decode: list[DecodeServer] = []
+        for server in plan.servers:
+            engine = JaxEngine(
+                model, self.meshes.servers[server.name], server.rules, settings.engine, server.name
+            )
+            if server.kind == "prefill":
+                self.prefill.append(PrefillServer(server.name, server.pool, engine, settings.serve))
+            else:
+                self.decode.append(
+                    DecodeServer(
+                        server.name,
+                        server.pool,
+                        engine,
+                        settings.serve,
+                        tags=server.tags,
+                        hardware=server.hardware,
+                    )
+                )
+        self.router = Router(self.decode, self.prefill, plan)
+
+    @property
+    def targets(self) -> Sequence[PrefillServer | DecodeServer]:
+        """Sync targets; prefill servers first, as they commit first."""
+        return (*self.prefill, *self.decode)
+
+    def counters(self) -> dict[str, float]:
+        """Cumulative counters of all servers, summed."""
+        total: Counter[str] = Counter()
+        for server in self.targets:
+            total.update({k: v for k, v in server.stats().items() if isinstance(v, (int, float))})
+        return dict(total)
+
+    def start(self) -> None:
+        for server in self.targets:
+            server.start()
+
+    def close(self) -> None:
+        for server in self.targets:
+            server.close()

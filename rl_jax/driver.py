@@ -1,0 +1,250 @@
+"""THE loop. The Driver owns only the order in which the parts act; each part owns its own state.
+
+One step s turns version s-1 into s:
+1. `rollout.want` raises the quota (the scheduler itself runs on every event, in the rollout's own thread).
+2. `buffer.take` waits for a batch of complete groups; stale groups and those the algorithm does not select are dropped,
+   counted and replaced.
+3. groups -> Batch -> advantages -> one learner step. The groups are TRAINED in the ledger only after the step returned.
+4. `sync.publish` moves the new weights to every server, between two of its decode blocks, while generation goes on.
+Synchronous and asynchronous training differ by one integer, `rollout.max_staleness`, which only the rollout's admission
+and the buffer's sweep read. Evaluation happens between steps, so one version serves all of it.
+
+Must not: know an environment, a text, a kernel or a mesh; catch what it cannot handle.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_jax.learner.batch import Batch, pack, with_advantages
+from rl_jax.metrics import Metric
+from rl_jax.rollout.buffer import TakeInterrupted
+from rl_jax.settings import Settings
+from rl_jax.types import Group, SyncResult
+
+EXIT_DONE, EXIT_CONFIG, EXIT_DATA, EXIT_ENV, EXIT_FLEET, EXIT_NUMERIC, EXIT_STORAGE = 0, 2, 3, 4, 5, 6, 7
+EXIT_PREEMPTED, EXIT_INTERRUPT = 75, 130
+
+
+class SyncFailed(RuntimeError):
+    """Weights could not be published within the retries; at max_staleness 0 nothing else can go on."""
+
+
+class Preempted(Exception):
+    """SIGTERM arrived: the state was saved and the run can be resumed."""
+
+
+@dataclass
+class Parts:
+    """What launch wired; the Driver is the only one that calls across them."""
+
+    learner: Any
+    rollout: Any  # None in train_only, as the three that follow
+    buffer: Any
+    ledger: Any
+    sync: Any
+    algorithm: Any
+    checkpointer: Any
+    recorder: Any  # rl_jax.recorder.Recorder: metrics, progress, traces
+    evaluations: Mapping[str, Sequence[Any]]  # name -> pinned tasks
+
+
+@dataclass
+class DriverState:
+    """What the loop carries from step to step and through a checkpoint, beside the learner's own state."""
+
+    version: int = 0
+    algorithm: Any = None
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)  # name -> {"first": success, "last": success}
+
+
+class Driver:
+    """Sole writer of the version; `run` returns the state the loop ended in."""
+
+    def __init__(self, parts: Parts, settings: Settings, state: DriverState):
+        self.parts, self.settings, self.state = parts, settings, state
+        self._stop: int | None = None  # the signal that asked to stop, seen between steps and while waiting
+
+    def run(self) -> DriverState:
+        """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
+        p, cfg = self.parts, self.settings
+        with _on_sigterm(self._ask_stop):
+            self.publish(self.state.version)
+            if not self.state.evaluations:
+                self.evaluate("first")
+            for step in range(self.state.version + 1, cfg.steps + 1):
+                self._step_or_stop(step)
+                if cfg.eval.every and step % cfg.eval.every == 0 and step < cfg.steps:
+                    self.evaluate("last")
+                if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
+                    self.save()
+            self.evaluate("last")
+            self.save()  # before the drain: what is cancelled now is issued again by a resume with more steps
+            p.rollout.drain()
+            p.ledger.check(in_flight=0)
+        return self.state
+
+    def collect(self) -> DriverState:
+        """rollout_only: `steps` batches under the starting weights, saved and not trained.
+
+        The weights are published again under each next version, so that versions and staleness mean what they mean in
+        training.
+        """
+        p, cfg = self.parts, self.settings
+        with _on_sigterm(self._ask_stop):
+            self.publish(self.state.version)
+            self.save()  # what train_only starts from
+            for step in range(self.state.version + 1, cfg.steps + 1):
+                clock = Stopwatch()
+                p.rollout.want(step, cfg.rollout.batch_groups)
+                groups = p.buffer.take(step, should_stop=self._is_stopping)
+                clock.lap("time/wait_for_batch_s")
+                p.buffer.discard(step, "rollout_only")
+                self.publish(step)
+                p.rollout.check()
+                p.recorder.step(step, groups, clock.metrics(), p.rollout.counts())
+            p.rollout.drain()
+            p.ledger.check(in_flight=0)
+        return self.state
+
+    def replay(self, batches: Iterable[tuple[int, Sequence[Group]]]) -> DriverState:
+        """train_only: learner steps on saved groups, (step, groups) each; no servers, nothing sampled."""
+        p = self.parts
+        for step, groups in batches:
+            clock = Stopwatch()
+            batch = self.make_batch(groups)
+            clock.lap("time/batch_s")
+            learned = p.learner.step(batch, version=step - 1)
+            clock.lap("time/train_s")
+            self.state.version = step
+            p.recorder.step(step, groups, {**learned, **clock.metrics()}, {})
+        self.save()
+        return self.state
+
+    def step(self, step: int) -> None:
+        """One turn of the loop: version step-1 -> step."""
+        p, cfg = self.parts, self.settings
+        clock = Stopwatch()
+        p.rollout.want(step, cfg.rollout.batch_groups)
+        groups = p.buffer.take(step, select=p.algorithm.select, should_stop=self._is_stopping)
+        clock.lap("time/wait_for_batch_s")
+        batch = self.make_batch(groups)
+        clock.lap("time/batch_s")
+        learned = p.learner.step(batch, version=step - 1)
+        p.rollout.consumed(step, groups)
+        clock.lap("time/train_s")
+        synced = self.publish(step)
+        clock.lap("time/sync_s")
+        p.rollout.check()
+        metrics = {**learned, **clock.metrics(), **_sync_metrics(synced)}
+        p.recorder.step(step, groups, metrics, p.rollout.counts())
+
+    def make_batch(self, groups: Sequence[Group]) -> Batch:
+        """Groups -> Batch with advantages and loss weights."""
+        p, cfg = self.parts, self.settings
+        batch = pack(groups, cfg.learner)
+        extras = p.learner.score(batch, p.algorithm.needs)
+        batch, self.state.algorithm = with_advantages(
+            batch, groups, extras, p.algorithm, self.state.algorithm, cfg.algorithm
+        )
+        return batch
+
+    def publish(self, version: int) -> SyncResult:
+        """New weights to every server; a sync that ends ABORTED is retried `weights.retries` times."""
+        p, cfg = self.parts, self.settings
+        for _ in range(1 + cfg.weights.retries):
+            result = p.sync.publish(p.learner.params, version)
+            if result.state in ("PUBLISHED", "PARTIAL"):
+                self.state.version = version
+                p.rollout.published(version)
+                return result
+            p.recorder.event("sync", state=result.state, version=version, fenced=list(result.fenced))
+            if result.state == "FAILED":
+                break
+        raise SyncFailed(
+            f"weights of version {version} ended {result.state} after {cfg.weights.retries} retries;"
+            f" fenced servers: {', '.join(result.fenced) or 'none'}; see events.jsonl"
+        )
+
+    def evaluate(self, when: str) -> None:
+        """The same pinned tasks each time, on the version published last; `when` is first or last."""
+        p, cfg = self.parts, self.settings
+        for name, tasks in p.evaluations.items():
+            result = p.rollout.evaluate(name, tasks, cfg.eval)
+            self.state.evaluations.setdefault(name, {})[when] = result.success
+            self.state.evaluations[name].setdefault("last", result.success)
+            p.recorder.evaluation(self.state.version, name, result)
+
+    def save(self) -> None:
+        p = self.parts
+        extra = {
+            "version": self.state.version,
+            "algorithm": self.state.algorithm,
+            "evaluations": self.state.evaluations,
+        }
+        if p.rollout is not None:
+            extra.update(p.rollout.position(), ledger_seq=p.ledger.seq)
+        p.checkpointer.save(self.state.version, p.learner.state, extra)
+        p.checkpointer.wait()
+        p.recorder.event("saved", step=self.state.version)
+
+    def _step_or_stop(self, step: int) -> None:
+        """SIGTERM ends the run between two steps or while it waits for a batch, after a save."""
+        try:
+            if not self._is_stopping():
+                self.step(step)
+                return
+        except TakeInterrupted:
+            pass  # the step has not begun: its groups are pending and will be issued again
+        self.save()
+        raise Preempted(f"stopped by signal {self._stop} before step {step}; saved, --resume=auto goes on")
+
+    def _ask_stop(self, signum: int) -> None:
+        self._stop = signum
+
+    def _is_stopping(self) -> bool:
+        return self._stop is not None
+
+
+class Stopwatch:
+    """Named laps of one step, in seconds of the monotonic clock."""
+
+    def __init__(self):
+        self._start = self._last = time.monotonic()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self._laps[name] = now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, Metric]:
+        laps = {**self._laps, "time/step_s": self._last - self._start}
+        return {name: Metric(seconds, 1) for name, seconds in laps.items()}
+
+
+def _sync_metrics(result: SyncResult) -> dict[str, Metric]:
+    return {
+        "sync/stage_s": Metric(result.stage_s, 1),
+        "sync/pause_s": Metric(result.pause_s, 1),
+        "sync/bytes": Metric(result.num_bytes, 1),
+    }
+
+
+class _on_sigterm:
+    """SIGTERM calls `handle` while the block runs (main thread only; elsewhere a no-op, as in a notebook)."""
+
+    def __init__(self, handle: Callable[[int], None]):
+        self._handle, self._old = handle, None
+
+    def __enter__(self):
+        try:
+            self._old = signal.signal(signal.SIGTERM, lambda signum, _: self._handle(signum))
+        except ValueError:  # not the main thread: the owner of the process handles signals
+            self._old = None
+
+    def __exit__(self, *exc):
+        if self._old is not None:
+            signal.signal(signal.SIGTERM, self._old)

@@ -1,0 +1,307 @@
+"""One job: the parts of a config, built in order, run in a mode, closed in reverse.
+
+Life of `run`: 1 The environments' tasks are read; nothing is written before all is known to fit. 2 The run directory is
+opened. 3 Model and learner; weights from a checkpoint, or fresh and warm-started on scripted episodes. 4 Servers, router,
+rollout, sync. 5 The Driver, in the mode asked for. 6 summary.json and the report; everything is closed, whatever happened.
+Must not: decide the order of a step (driver.py), or check a value that config.parse could check.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rl_jax import report
+from rl_jax.algorithms import ALGORITHMS
+from rl_jax.checkpoint import Checkpointer, CheckpointError
+from rl_jax.cluster import InProcCluster
+from rl_jax.config import Parsed
+from rl_jax.driver import Driver, DriverState, Parts, Preempted, SyncFailed
+from rl_jax.learner.learner import Learner, NonFiniteError
+from rl_jax.ledger import Ledger, LedgerError
+from rl_jax.mesh import MeshPlan, build_meshes
+from rl_jax.metrics import MetricsWriter, Progress
+from rl_jax.models import MODELS
+from rl_jax.models.model import Model
+from rl_jax.recorder import Recorder
+from rl_jax.resume import RunDirError
+from rl_jax.rollout.buffer import SampleBuffer, SelectionEmpty, TakeTimeout
+from rl_jax.rollout.rollout import Rollout, RolloutStopped
+from rl_jax.rollout.scheduler import SCHEDULERS
+from rl_jax.rollout.tasks import TaskStream
+from rl_jax.rollout.traces import read_groups
+from rl_jax.rollout.worker import EnvError, EnvPool
+from rl_jax.run_dir import RunDir
+from rl_jax.settings import AlgorithmSettings, Settings
+from rl_jax.tokens import TOKENIZERS, ChatRenderer
+from rl_jax.types import Group, Task
+from rl_jax.warm_start import warm_start
+from rl_jax.weights.plan import SyncPlan
+from rl_jax.weights.sync import WeightSync
+
+Resolve = Callable[[str, Mapping[str, Any]], Any]  # (name, literal table) -> the object
+
+EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (RunDirError, 2),
+    (CheckpointError, 3),
+    (FileNotFoundError, 3),
+    (EnvError, 4),
+    (SyncFailed, 5),
+    (TakeTimeout, 5),
+    (RolloutStopped, 5),
+    (NonFiniteError, 6),
+    (SelectionEmpty, 6),
+    (LedgerError, 7),
+    (OSError, 7),
+    (Preempted, 75),
+)
+
+
+def exit_code(error: BaseException) -> int | None:
+    """Of an error that a user can act on; None for one that is ours."""
+    return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), None)
+
+
+def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resolve) -> int:
+    """Run one job to its end; returns 0. pool: spawned, or None where the mode needs no environment."""
+    options = parsed.options
+    renderer = ChatRenderer(resolve(parsed.settings.model.tokenizer, TOKENIZERS)())
+    plan = MeshPlan.from_settings(parsed.settings.mesh, parsed.settings.model)
+    if pool is not None:
+        with progress.phase("environments", "importing them in their worker processes"):
+            pool.prepare()
+    if options.dry_run:
+        return report.dry_run(parsed, plan, renderer, pool, resolve)
+    run_dir = RunDir.open(options.run_dir, parsed.settings, options.resume)
+    with contextlib.ExitStack() as stack:
+        stack.callback(run_dir.close)
+        run_dir.start_logging()
+        run_dir.write_env(devices=[str(device) for device in jax.devices()])
+        progress.note(f"run directory {run_dir.path}")
+        progress.note(plan.describe())
+        job = Job(
+            replace(parsed.settings, run_id=run_dir.run_id),
+            plan, run_dir, progress, renderer, pool, resolve, stack,
+        )  # fmt: skip
+        try:
+            _run_mode(job, options.mode)
+        except BaseException as error:
+            run_dir.status("failed", error=f"{type(error).__name__}: {error}")
+            raise
+        run_dir.status("done")
+    return 0
+
+
+@dataclass
+class Job:
+    """What every step of building needs."""
+
+    settings: Settings
+    plan: MeshPlan
+    run_dir: RunDir
+    progress: Progress
+    renderer: ChatRenderer
+    pool: EnvPool | None
+    resolve: Resolve
+    stack: contextlib.ExitStack  # closes what was opened, in reverse
+
+
+def _run_mode(job: Job, mode: str) -> None:
+    settings = job.settings
+    checkpointer = Checkpointer(job.run_dir.path, settings.checkpoint)
+    recorder = _recorder(job)
+    model = job.resolve(settings.model.family, MODELS)(
+        settings.model, settings.model.vocab_size or job.renderer.tokenizer.vocab_size
+    )
+    algorithm = job.resolve(settings.algorithm.name, ALGORITHMS)(settings.algorithm)
+    learner = make_learner(job, model, algorithm)
+    state, extra = _starting_point(job, checkpointer, learner, mode)
+    if mode == "train_only":
+        parts = Parts(learner, None, None, None, None, algorithm, checkpointer, recorder, {})
+        driver = Driver(parts, settings, state)
+        driver.replay(saved_batches(settings))
+    else:
+        driver = _live_driver(job, model, learner, algorithm, checkpointer, recorder, state, extra)
+        if mode == "train":
+            if not extra and settings.warm_start.steps:
+                _warm_start(job, model, learner, driver.parts, recorder)
+            driver.run()
+        elif mode == "rollout_only":
+            driver.collect()
+        else:
+            driver.publish(state.version)
+            driver.evaluate("last")
+    episodes = driver.parts.ledger.counts() if driver.parts.ledger is not None else {}
+    summary = recorder.summary(driver.state.evaluations, episodes)
+    for line in report.closing_lines(job.run_dir, mode, summary):
+        job.progress.note(line)
+
+
+# --- the parts ---------------------------------------------------------------------------------------------------------
+
+
+def make_learner(job: Job, model: Model, algorithm: Any, **changes: Any) -> Learner:
+    """The learner of the plan's train mesh, without weights. changes: of LearnerSettings."""
+    settings = job.settings
+    assert job.plan.train is not None, "config.parse refuses a plan without a train mesh"
+    total_steps = changes.pop("total_steps", settings.steps)
+    max_rows = changes.pop("max_rows", settings.rollout.batch_groups * settings.rollout.group_size)
+    return Learner(
+        model,
+        build_meshes(job.plan).train,
+        job.plan.train.rules,
+        algorithm,
+        replace(settings.learner, **changes),
+        max_rows=max_rows,
+        temperature=settings.rollout.temperature,
+        total_steps=total_steps,
+        dump_dir=job.run_dir.path / "quarantine",
+    )
+
+
+def _starting_point(
+    job: Job, checkpointer: Checkpointer, learner: Learner, mode: str
+) -> tuple[DriverState, dict[str, Any]]:
+    """Weights into the learner; the driver's state and the checkpoint's extra ({} for a fresh start)."""
+    decision = job.run_dir.decision
+    source = decision.resume_from
+    if source is None and mode == "train_only":
+        source = _replay_start(job.settings)
+    if source is None:
+        learner.init(jax.random.key(job.settings.seed))
+        return DriverState(), {}
+    if source.parent == checkpointer.directory and not job.run_dir.decision.is_exact:
+        newest = checkpointer.latest()  # what does not verify is set aside, loudly
+        if newest is None:
+            raise CheckpointError(
+                f"no checkpoint in {checkpointer.directory} verifies; start anew in another --run_dir"
+            )
+        source = checkpointer.directory / f"step_{newest}"
+    reader = Checkpointer(source.parent.parent, job.settings.checkpoint)
+    step = int(source.name.removeprefix("step_"))
+    state, extra = reader.restore(step, learner.abstract_state())
+    learner.load(state)
+    driver_state = DriverState(
+        version=extra["version"],
+        algorithm=extra["algorithm"],
+        evaluations=extra["evaluations"],
+    )
+    job.progress.note(f"resumed from {source}: version {driver_state.version}")
+    for change in decision.changes:
+        job.progress.note(f"changed since: {change}")
+    return driver_state, extra
+
+
+def _live_driver(
+    job: Job, model: Model, learner: Learner, algorithm: Any, checkpointer, recorder, state, extra
+) -> Driver:
+    """Servers, rollout and sync around the learner; all started."""
+    settings, stack, pool = job.settings, job.stack, job.pool
+    assert pool is not None, "every mode but train_only has environments"
+    cluster = InProcCluster(job.plan, model, settings)
+    stack.callback(cluster.close)
+    cluster.start()
+    sync = WeightSync(
+        SyncPlan.build(
+            model.abstract, model.logical_axes, learner.mesh, learner.param_shardings,
+            cluster.targets, settings.model.dtype, settings.weights,
+        ),
+        cluster.targets,
+        settings.weights,
+    )  # fmt: skip
+    stack.callback(sync.close)
+    ledger = Ledger(job.run_dir.ledger, settings.run_id)
+    stack.callback(ledger.close)
+    tags = [source.tag for source in settings.tasks.sources]
+    stream = TaskStream(
+        {tag: pool.list_tasks(tag, "train") for tag in tags}, settings.seed, settings.tasks.shuffle
+    )
+    buffer = SampleBuffer(settings.rollout, ledger, tags)
+    rollout = Rollout(
+        cluster.router, stream, pool, job.renderer, buffer, ledger,
+        job.resolve(settings.rollout.scheduler, SCHEDULERS)(), settings.rollout,
+        run_id=settings.run_id, seed=settings.seed, context=settings.engine.context,
+        turn_deadline_s=settings.serve.turn_deadline_s,
+        stop_deadline_s=settings.serve.stop_deadline_s,
+        rewards=settings.rewards, quarantine_dir=job.run_dir.path / "quarantine",
+    )  # fmt: skip
+    stack.callback(rollout.close)
+    rollout.start()
+    if extra:
+        ledger.void(extra["version"])
+        stream.restore(extra["stream"])
+        rollout.issue_again([stream.task(epoch, index) for epoch, index in extra["pending"]])
+    recorder.watch(cluster.counters, rollout.status)
+    evaluations = evaluation_tasks(settings, pool)
+    parts = Parts(
+        learner, rollout, buffer, ledger, sync, algorithm, checkpointer, recorder, evaluations
+    )
+    return Driver(parts, settings, state)
+
+
+def evaluation_tasks(settings: Settings, pool: EnvPool) -> dict[str, Sequence[Task]]:
+    """name -> pinned tasks: each tag's eval split under its tag, each further held-out split under tag_split."""
+    found: dict[str, Sequence[Task]] = {}
+    for source in settings.tasks.sources:
+        for split in pool.splits(source.tag):
+            if split == "train":
+                continue
+            name = source.tag if split == "eval" else f"{source.tag}_{split}"
+            found[name] = pool.list_tasks(source.tag, split)[: settings.eval.episodes]
+    return found
+
+
+def saved_batches(settings: Settings) -> Iterator[tuple[int, list[Group]]]:
+    """(step, groups) of rollout.replay_dir, ascending, at most `steps` of them. Raises FileNotFoundError if none."""
+    root = Path(settings.rollout.replay_dir) / "rollouts"
+    steps = sorted(int(p.parent.name.removeprefix("step_")) for p in root.glob("step_*/train"))
+    if not steps:
+        raise FileNotFoundError(
+            f"rollout.replay_dir={settings.rollout.replay_dir} has no rollouts/step_N/train; give the directory of a"
+            " run whose metrics.rollouts_every is above 0"
+        )
+    for step in steps[: settings.steps]:
+        yield step, read_groups(root / f"step_{step}" / "train")
+
+
+def _replay_start(settings: Settings) -> Path | None:
+    """The checkpoint that the first saved batch was sampled from, if the replayed run kept it."""
+    first = next(saved_batches(settings))[0]
+    path = Path(settings.rollout.replay_dir) / "checkpoints" / f"step_{first - 1}"
+    return path if path.is_dir() else None
+
+
+def _recorder(job: Job) -> Recorder:
+    writer = MetricsWriter(job.run_dir.path, job.run_dir.attempt)
+    job.stack.callback(writer.close)
+    return Recorder(
+        job.run_dir, writer, job.progress, job.settings.metrics, job.renderer.tokenizer.decode
+    )
+
+
+def _warm_start(
+    job: Job, model: Model, learner: Learner, parts: Parts, recorder: Recorder
+) -> None:
+    """Supervised steps on scripted episodes; leaves version 0 in `learner`, with a fresh optimizer."""
+    settings, pool, cfg = job.settings, job.pool, job.settings.warm_start
+    assert pool is not None
+    groups: list[Group] = []
+    with job.progress.phase("scripted episodes"):
+        for source in settings.tasks.sources:
+            if source.script_episodes:
+                tasks = pool.list_tasks(source.tag, "train")
+                groups += parts.rollout.scripted(tasks, source.script_episodes, source.script_skill)
+    sft = job.resolve("sft", ALGORITHMS)(AlgorithmSettings(name="sft"))
+    teacher = make_learner(
+        job, model, sft,
+        total_steps=cfg.steps, max_rows=cfg.batch_episodes,
+        learning_rate=cfg.learning_rate, schedule="cosine", warmup_steps=min(5, cfg.steps - 1),
+    )  # fmt: skip
+    teacher.reset(learner.params)
+    with job.progress.phase(f"warm start, {cfg.steps} supervised steps", "the first compiles"):
+        loss = warm_start(teacher, groups, cfg, settings.seed, recorder.warm_start)
+    learner.reset(teacher.params)
+    job.progress.note(f"warm start ended at a loss of {loss:.3f} nats a token")

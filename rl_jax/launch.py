@@ -1,0 +1,69 @@
+"""`python -m rl_jax.launch`: flags -> settings -> checks -> the parts, wired -> Driver.run().
+
+Owns: the exit codes, and the turning of names into objects (nothing else resolves a table, nothing imports this file).
+Life: 1 config.parse reads and checks everything without jax; a bad word is told in under a second. 2 The environments are
+imported once in a worker process and their tasks read. 3 The run directory is opened, jax is imported, the plan is built.
+4 The mode runs. 5 Whatever ends it becomes one line and an exit code.
+Must not: hold a rule of its own about values (validate.py) or about order (driver.py).
+"""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_jax import backend, config
+from rl_jax.mesh import MeshPlan
+from rl_jax.metrics import Progress
+from rl_jax.rollout.worker import EnvPool
+
+EXIT_CONFIG, EXIT_INTERRUPT = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one job; returns the exit code (0 done, 2 config, 3 data, 4 environments, 5 servers, 6 numbers, 7 storage,
+    75 preempted and saved, 130 interrupted)."""
+    try:
+        parsed = config.parse(sys.argv[1:] if argv is None else argv)
+    except config.ConfigError as error:
+        for line in error.errors:
+            print(f"error: {line}", file=sys.stderr)
+        return EXIT_CONFIG
+    settings = parsed.settings
+    progress = Progress(settings.steps, settings.metrics.progress, settings.metrics.heartbeat_s)
+    plan = MeshPlan.from_settings(settings.mesh, settings.model)
+    if all(pool.hardware == "cpu" for pool in plan.pools):
+        backend.simulate_cpu_devices(plan.num_devices)
+    backend.enable_compile_cache()
+    pool = None
+    if parsed.options.mode != "train_only":
+        pool = EnvPool(settings.tasks.sources, settings.rollout, settings.rewards)
+        pool.spawn()  # their imports run beside ours
+    job = importlib.import_module("rl_jax.job")
+    try:
+        return job.run(parsed, pool, progress, resolve)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPT
+    except Exception as error:
+        code = job.exit_code(error)
+        if code is None:  # a bug of ours: the trace is the useful part
+            traceback.print_exc()
+            return 1
+        print(f"error: {error}", file=sys.stderr)
+        return code
+    finally:
+        progress.close()
+
+
+def resolve(name: str, table: Mapping[str, Any]) -> Any:
+    """The object behind a name of a literal table, or behind "package.module:attribute"."""
+    entry = table.get(name, name)
+    path = entry[0] if isinstance(entry, tuple) else entry
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""What a run leaves behind, step by step: one metrics row, one progress line, traces, events, and the summary.
+
+Owns: the step's row (merged from the learner, the trained groups, the servers' counters and the rollout's), and
+summary.json. Invariants: a rate is a difference of cumulative counters over the step's own seconds; a cohort that is empty
+is absent. Must not: stop or slow training because a file could not be written (the writers count what they lose).
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_jax.metrics import Metric, MetricsWriter, Progress
+from rl_jax.rollout.traces import write_traces
+from rl_jax.settings import MetricsSettings
+from rl_jax.types import FinishReason, Group, Outcome, Trajectory
+
+SUMMARY = "summary.json"
+
+
+class Recorder:
+    """Sole caller of the writer and of Progress.step."""
+
+    def __init__(
+        self,
+        run_dir: Any,  # rl_jax.run_dir.RunDir
+        writer: MetricsWriter,
+        progress: Progress,
+        settings: MetricsSettings,
+        render: Callable[[np.ndarray], str],  # tokens i32[n] -> text, for the traces
+    ):
+        self._run_dir, self._writer, self.progress = run_dir, writer, progress
+        self._settings, self._render = settings, render
+        self._serving: Callable[[], Mapping[str, float]] = dict
+        self._last_serving: dict[str, float] = {}
+        self._start_s = time.monotonic()
+        self._lag0 = Metric(0.0, 0)
+        self._useful = [0.0, 0.0]  # trained tokens, sampled tokens
+        self.steps = 0
+
+    def watch(self, serving: Callable[[], Mapping[str, float]], status: Callable[[], str]) -> None:
+        """serving(): the servers' cumulative counters, summed; status(): what is waited for, for the heartbeat."""
+        self._serving = serving
+        self._last_serving = dict(serving())
+        self.progress.start_heartbeat(status)
+
+    def step(self, step: int, groups: Sequence[Group], metrics: Mapping[str, Metric], counts) -> None:
+        """Write the row, the traces and the line of one step."""
+        row = {**metrics, **group_metrics(groups), **self._serve_metrics(metrics)}
+        row.update(_count_metrics(counts))
+        self.steps += 1
+        lag0 = metrics.get("mismatch/abs_mean_lag0_pure")
+        if lag0 is not None:
+            self._lag0 = self._lag0.merge(lag0)
+        row.update(self._goodput(row))
+        self._writer.write(step, row)
+        every = self._settings.rollouts_every
+        if every and step % every == 0:
+            trajectories = [t for g in groups for t in g.trajectories]
+            write_traces(self._run_dir.rollouts(step, "train"), trajectories, self._render)
+        self.progress.step(step, row)
+
+    def evaluation(self, version: int, name: str, result: Any) -> None:
+        """One row and one line of an evaluation at a pinned version."""
+        row = {
+            f"eval/success.{name}": Metric(result.success * result.num_episodes, result.num_episodes),
+            f"eval/episodes.{name}": result.num_episodes,
+            f"time/eval_s.{name}": result.seconds,
+        }
+        self._writer.write(version, row)
+        write_traces(self._run_dir.rollouts(version, "eval"), result.trajectories, self._render, append=True)
+        self.progress.note(
+            f"eval   version {version}  {name}: success {result.success:.3f}"
+            f" of {result.num_episodes} episodes ({result.seconds:.1f} s)",
+            version=version,
+            name=name,
+            success=result.success,
+        )
+
+    def warm_start(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        self._writer.write(step, {"sft/loss": metrics["policy/loss"]})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._run_dir.event(kind, **fields)
+
+    def summary(self, evaluations: Mapping[str, Mapping[str, float]], episodes: Mapping[str, int]) -> dict:
+        """Write and return summary.json."""
+        out = {
+            "steps": self.steps,
+            "wall_s": round(time.monotonic() - self._start_s, 3),
+            "tasks": {name: dict(value) for name, value in evaluations.items()},
+            "mismatch": {"lag0_mean_abs": self._lag0.mean},
+            "episodes": dict(episodes),
+        }
+        path = Path(self._run_dir.path) / SUMMARY
+        path.write_text(json.dumps(out, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return out
+
+    def _serve_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric | float]:
+        now = dict(self._serving())
+        delta = {name: now[name] - self._last_serving.get(name, 0.0) for name in now}
+        self._last_serving = now
+        row: dict[str, Metric | float] = {
+            f"serve/{name}": delta[name]
+            for name in ("prefill_tokens", "append_tokens", "recompute_tokens", "decode_tokens")
+            if name in delta
+        }
+        seconds = metrics.get("time/step_s")
+        if seconds is not None and seconds.sum > 0 and "decode_tokens" in delta:
+            row["perf/decode_tokens_per_s"] = delta["decode_tokens"] / seconds.sum
+            row["perf/prefill_tokens_per_s"] = delta.get("prefill_tokens", 0.0) / seconds.sum
+        return row
+
+    def _goodput(self, row: Mapping[str, Any]) -> dict[str, float]:
+        out = {}
+        train = row.get("time/train_s")
+        if train is None or train.sum <= 0:
+            return out  # nothing was trained
+        out["goodput/run"] = train.sum / row["time/step_s"].sum
+        out["perf/train_tokens_per_s"] = row["batch/tokens"].sum / train.sum
+        self._useful[0] += row["batch/trained_tokens"].sum
+        self._useful[1] += row.get("serve/decode_tokens", 0.0)
+        if self._useful[1] > 0:
+            out["goodput/sample"] = self._useful[0] / self._useful[1]
+        return out
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
+    """Rewards, lengths and finish reasons of a step's groups; what their tokens weigh, the learner knows."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    row = {**_reward_metrics(groups, ""), **_length_metrics(trajectories)}
+    tags = sorted({g.tag for g in groups})
+    if len(tags) > 1:
+        for tag in tags:
+            row.update(_reward_metrics([g for g in groups if g.tag == tag], f".{tag}"))
+    return row
+
+
+def _reward_metrics(groups: Sequence[Group], suffix: str) -> dict[str, Metric]:
+    values = [t.reward.value for g in groups for t in g.trajectories if t.reward.value is not None]
+    if not values:
+        return {}
+    flat = [len({t.reward.value for t in g.trajectories}) == 1 for g in groups]
+    row = {
+        f"reward/mean{suffix}": Metric.of(values),
+        f"reward/success{suffix}": Metric.of([v == 1.0 for v in values]),
+        f"reward/zero_std_groups{suffix}": Metric.of(flat),
+    }
+    if len(values) > 1:
+        row[f"reward/std{suffix}"] = Metric(float(np.std(values, ddof=1)), 1)
+    return row
+
+
+def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
+    sampled = [sum(len(turn.tokens) for turn in t.turns) for t in trajectories]
+    turns = [turn for t in trajectories for turn in t.turns]
+    row = {
+        "length/response": Metric.of(sampled),
+        "length/response_p90": Metric(float(np.percentile(sampled, 90)) if sampled else math.nan, 1),
+        "length/turns": Metric.of(len(t.turns) for t in trajectories),
+        "length/truncated": Metric.of(t.outcome is Outcome.TRUNCATED for t in trajectories),
+    }
+    for reason in FinishReason:
+        if reason is not FinishReason.ERROR:
+            row[f"finish/{reason.value}"] = Metric.of(turn.finish is reason for turn in turns)
+    return row
+
+
+def _count_metrics(counts: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in counts.items() if name.startswith("episodes/")}

@@ -1,0 +1,167 @@
+"""What a person reads before and after a run: the dry run's plan, and the closing lines.
+
+`dry_run` checks what config.parse cannot: the model's real shapes on the plan, the environments' tasks, and one scripted
+episode through the renderer; prints tables and starts nothing. `closing_lines` gives the figures, one sample episode and
+what to type next. Must not: touch a device, or write beside plan.json of a run directory that was named.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from rl_jax.config import Parsed
+from rl_jax.mesh import MeshPlan
+from rl_jax.mesh.rules import Rules
+from rl_jax.models import MODELS
+from rl_jax.models.model import Model
+from rl_jax.rollout.traces import read_traces
+from rl_jax.rollout.worker import EnvPool
+from rl_jax.settings import Settings
+from rl_jax.tokens import ChatRenderer
+from rl_jax.types import Trajectory
+
+SAMPLE_LINES = 24  # of the sample episode
+ADAM_MOMENTS = 2
+
+
+def dry_run(
+    parsed: Parsed, plan: MeshPlan, renderer: ChatRenderer, pool: EnvPool | None, resolve
+) -> int:
+    """Print the plan and what it costs; write plan.json into --run_dir if one was given. Returns 0."""
+    settings = parsed.settings
+    vocab_size = settings.model.vocab_size or renderer.tokenizer.vocab_size
+    model: Model = resolve(settings.model.family, MODELS)(settings.model, vocab_size)
+    rows = memory_rows(plan, model, settings)
+    print(plan.describe())
+    print(_table(("pool", "device bytes", "weights", "optimizer + gradients", "KV"), rows))
+    num_weights = sum(math.prod(a.shape) for a in model.abstract.values())
+    wire = num_weights * jnp.dtype(settings.model.dtype).itemsize
+    print(f"model: {num_weights:,} weights; a sync moves {wire:,} bytes to each of {len(plan.servers)} servers")
+    report: dict[str, Any] = {
+        "mesh": plan.name,
+        "num_devices": plan.num_devices,
+        "num_weights": num_weights,
+        "sync_bytes": wire * len(plan.servers),
+        "memory": [dict(zip(("pool", "total", "weights", "train", "kv"), row)) for row in rows],
+    }
+    if pool is not None:
+        report["tasks"] = _task_report(settings, renderer, pool)
+    if parsed.options.run_dir:
+        path = Path(parsed.options.run_dir)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "plan.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def memory_rows(plan: MeshPlan, model: Model, settings: Settings) -> list[tuple[str, int, int, int, int]]:
+    """(server or train pool, bytes of one device, weights, optimizer + gradients, KV), from abstract shapes alone.
+
+    Activations and the staged copy of a sync (one more "weights") come on top.
+    """
+    served = jnp.dtype(settings.model.dtype).itemsize
+    master = jnp.dtype(settings.model.param_dtype).itemsize
+    m, e = settings.model, settings.engine
+    kv = 2 * m.num_layers * e.slots * e.context * m.num_kv_heads * m.head_dim * served
+    rows = []
+    for server in plan.servers:
+        weights = _sharded_size(model, server.rules, server.axes) * served
+        tensor = server.axes["tensor"] if dict(server.rules).get("kv_heads") else 1
+        rows.append((server.name, weights + kv // tensor, weights, 0, kv // tensor))
+    if plan.train is not None:
+        size = _sharded_size(model, plan.train.rules, plan.train.axes)
+        weights, state = size * master, size * 4 * (ADAM_MOMENTS + 1)
+        rows.append((plan.train.pool, weights + state, weights, state, 0))
+    return rows
+
+
+def closing_lines(run_dir: Any, mode: str, summary: Mapping[str, Any]) -> list[str]:
+    """Figures, one sample episode, three next commands."""
+    lines = [f"{mode}: {summary['steps']} steps in {summary['wall_s']:.0f} s"]
+    if summary["tasks"]:
+        first = max(len(name) for name in summary["tasks"])
+        for name, value in summary["tasks"].items():
+            start = f"{value['first']:.3f} -> " if "first" in value else ""
+            lines.append(f"  success {name:<{first}}  {start}{value['last']:.3f}")
+    if (lag0 := summary["mismatch"]["lag0_mean_abs"]) is not None:
+        lines.append(f"  |trainer - sampler log-prob| at lag 0: {lag0:.1e} mean")
+    ended = {k.lower(): v for k, v in summary["episodes"].items() if v}
+    if ended:
+        lines.append("  episodes: " + ", ".join(f"{v} {k}" for k, v in ended.items()))
+    if (sample := _sample_episode(Path(run_dir.path))) is not None:
+        lines += ["", *sample, ""]
+    path = run_dir.path
+    lines += [
+        "next:",
+        f"  python -m rl_jax.launch --mode=eval --run_dir={path}",
+        f"  python -m rl_jax.launch --run_dir={path} --config.steps={summary['steps'] + 50}",
+        "  python -m rl_jax.launch --config.rollout.max_staleness=0   # the same loop, synchronous",
+    ]
+    return lines
+
+
+def _task_report(settings: Settings, renderer: ChatRenderer, pool: EnvPool) -> dict[str, Any]:
+    """Tasks of each split, and the first context of one of them, which must round-trip and fit."""
+    out: dict[str, Any] = {}
+    for source in settings.tasks.sources:
+        tasks = {split: pool.list_tasks(source.tag, split) for split in pool.splits(source.tag)}
+        sizes = {split: len(found) for split, found in tasks.items()}
+        out[source.tag] = sizes
+        print(f"tag {source.tag}: " + ", ".join(f"{num} {split} tasks" for split, num in sizes.items()))
+        example = tasks["train"][0]
+        if example.messages:
+            tokens = renderer.first(example.messages)
+            print(f"  {len(tokens)} tokens in the first task's messages, engine.context={settings.engine.context}")
+    return out
+
+
+def _sharded_size(model: Model, rules: Rules, axes: Mapping[str, int]) -> int:
+    """Weights that one device holds."""
+    table = {logical: (on,) if isinstance(on, str) else tuple(on) for logical, on in rules}
+    total = 0
+    for name, array in model.abstract.items():
+        shards = math.prod(
+            axes[axis] for logical in model.logical_axes[name] if logical for axis in table.get(logical, ())
+        )
+        total += math.prod(array.shape) // shards
+    return total
+
+
+def _sample_episode(path: Path) -> list[str] | None:
+    """The text of one episode of the newest saved step: a success of several turns if there is one."""
+    steps = sorted(
+        path.glob("rollouts/step_*/eval/index.npz"), key=lambda p: int(p.parts[-3].removeprefix("step_"))
+    )
+    if not steps:
+        return None
+    trajectories = read_traces(steps[-1].parent)
+    if not trajectories:
+        return None
+
+    def rank(t: Trajectory) -> tuple[bool, int]:
+        return (t.reward.value == 1.0, len(t.turns))
+
+    best = max(trajectories, key=rank)
+    lines = [f"one episode ({best.tag}, version {best.oldest_version}, reward {best.reward.value:g}):"]
+    texts = _turn_texts(steps[-1].parent, best.uid)
+    for turn, (prompt, text) in enumerate(texts):
+        lines += [f"  turn {turn}  {text!r}  <-", *(f"    {line}" for line in prompt.splitlines())]
+    return lines[:SAMPLE_LINES] + (["  ..."] if len(lines) > SAMPLE_LINES else [])
+
+
+def _turn_texts(directory: Path, uid: str) -> list[tuple[str, str]]:
+    with open(directory / "traces.jsonl", encoding="utf-8") as file:
+        for line in file:
+            record = json.loads(line)
+            if record["uid"] == uid:
+                return [(turn["prompt_text"], turn["text"]) for turn in record["turns"]]
+    return []
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    cells = [head, *[[f"{v:,}" if isinstance(v, int) else v for v in row] for row in rows]]
+    widths = [max(len(str(row[i])) for row in cells) for i in range(len(head))]
+    return "\n".join("  ".join(str(c).ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells)
