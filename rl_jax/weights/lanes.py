@@ -1,7 +1,7 @@
 """A thread a target, so that no wait in a sync is without a deadline and one stuck server holds up no other.
 
-Calls of a lane run in order. A call that does not come back is given up by its caller (`wait`), which then fences the
-target and never uses its lane again; the thread is a daemon, so it cannot keep the process alive.
+Calls of a lane run in order. A call that does not come back is given up by its caller (`wait`), which notes it as
+`overdue`: until it does come back, the lane is stuck. The thread is a daemon, so it cannot keep the process alive.
 """
 
 import queue
@@ -23,6 +23,7 @@ class Lane:
 
     def __init__(self, name: str):
         self.name = name
+        self.overdue: Future | None = None  # the last call that was given up; written by the sync
         self._calls: queue.Queue = queue.Queue(QUEUE_SIZE)
         self._thread = threading.Thread(target=self._run, name=f"sync-{name}", daemon=True)
         self._thread.start()
@@ -35,6 +36,11 @@ class Lane:
         except queue.Full:
             future.set_exception(Overdue(f"{self.name} is stuck in an earlier call"))
         return future
+
+    @property
+    def is_stuck(self) -> bool:
+        """Still in, or before, the call that was given up."""
+        return self.overdue is not None and not self.overdue.done()
 
     def close(self, timeout_s: float) -> bool:
         """Ends the thread after the calls before; False if it is stuck in one."""

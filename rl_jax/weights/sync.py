@@ -7,12 +7,13 @@ step 3, have `deadline_s`; a server that lets it pass is out, and the others get
 2. Each server's digest of what it staged must equal the train state's, parameter by parameter.
 3. Prefill servers commit, then decode servers: each swaps pointers between two of its blocks and acknowledges.
 4. Only then is the version published.
-Ends: PUBLISHED; PARTIAL: some servers failed and are fenced, at least one decode server goes on with the new version;
+Ends: PUBLISHED: every server; PARTIAL: some servers are fenced, at least one decode server has the new version;
 ABORTED: nothing was committed, all discarded, the old version serves everywhere; FAILED: commits began and no decode
 server acknowledged, so no version can be relied on.
 Invariants: a server that failed in any phase, or may hold another version than the published one, is fenced before
-publish returns, and takes no part in later syncs; the version only rises; every server call is made from that server's
-lane with a deadline; calls of one sync carry one sync_id, so a repeated call is harmless.
+publish returns; it is refitted by the next sync it gets through, unless it is still stuck in a call; the version only
+rises; every server call is made from that server's lane with a deadline; calls of one sync carry one sync_id, so a
+repeated call is harmless.
 Must not: retry (the driver's), read servers' state, or hold a lock.
 """
 
@@ -67,7 +68,7 @@ class WeightSync:
 
     @property
     def fenced(self) -> Mapping[str, str]:
-        """Servers that take no part any more, and why."""
+        """Servers that do not have the published version, and why."""
         return dict(self._fenced)
 
     def publish(self, params: Params, version: int) -> SyncResult:
@@ -95,13 +96,20 @@ class WeightSync:
         for lane in self._lanes.values():
             lane.close(timeout_s=1.0)
 
-    def live(self) -> list[SyncTarget]:
-        """Servers that take part, in the order given."""
-        return [t for t in self._targets.values() if t.name not in self._fenced]
+    def taking_part(self) -> dict[str, SyncTarget]:
+        """Servers the next sync is for: all but those fenced that are still stuck in a call."""
+        return {
+            name: t
+            for name, t in self._targets.items()
+            if not (name in self._fenced and self._lanes[name].is_stuck)
+        }
 
     def fence(self, name: str, why: str) -> None:
         self._fenced[name] = why
         self._targets[name].fence(why)
+
+    def refitted(self, name: str) -> None:
+        self._fenced.pop(name, None)
 
 
 class _Attempt:
@@ -110,10 +118,11 @@ class _Attempt:
     def __init__(self, sync: WeightSync, params: Params, version: int):
         self.sync, self.params, self.version = sync, params, version
         self.sync_id = f"v{version}.{sync._attempts}"
-        self.targets = {t.name: t for t in sync.live()}
+        self.targets = sync.taking_part()
         self.start = time.monotonic()
         self.deadline = 0.0  # of the phase under way
         self.failed: dict[str, str] = {}
+        self.out: set[str] = set()  # of the failed, those fenced in this sync
         self.stage_s = 0.0
         self.acks: list[Ack] = []
 
@@ -133,7 +142,7 @@ class _Attempt:
             self.fence_failed()
         if not any(self.targets[a.server].kind == "decode" for a in self.acks):
             return self.result("FAILED", "no decode server acknowledged")
-        return self.result("PARTIAL" if self.failed else "PUBLISHED", "")
+        return self.result("PARTIAL" if self.sync.fenced else "PUBLISHED", "")
 
     def begin_phase(self) -> None:
         self.deadline = time.monotonic() + self.sync.settings.deadline_s
@@ -199,6 +208,7 @@ class _Attempt:
                 self.failed[name] = f"acknowledged version {ack.version}, not {self.version}"
             else:
                 self.acks.append(ack)
+                self.sync.refitted(name)
 
     def discard(self, targets: Mapping[str, SyncTarget]) -> None:
         """Frees what was staged. Not waited for: a lane's order puts it before anything a later sync asks."""
@@ -208,11 +218,12 @@ class _Attempt:
             )
 
     def fence_failed(self) -> None:
-        """Servers that failed are out; those that never committed free what they staged."""
-        new = {n: why for n, why in self.failed.items() if n not in self.sync._fenced}
+        """Servers that failed are out until refitted, and free what they staged."""
+        new = {n: why for n, why in self.failed.items() if n not in self.out}
         for name, why in new.items():
             self.sync.fence(name, why)
         self.discard({n: self.targets[n] for n in new})
+        self.out.update(new)
 
     def good(self) -> dict[str, SyncTarget]:
         return {n: t for n, t in self.targets.items() if n not in self.failed}
@@ -235,6 +246,7 @@ class _Attempt:
                 results[name] = wait(future, self.deadline + grace_s, f"{name}: {what}")
             except Overdue as error:
                 overdue = True
+                self.sync._lanes[name].overdue = future
                 self.failed[name] = (
                     f"{error} ({self.sync.settings.deadline_s:g} s, weights.deadline_s)"
                 )
@@ -247,15 +259,14 @@ class _Attempt:
         return results
 
     def result(self, state: str, cause: str) -> SyncResult:
-        failures = [f"{name}: {why}" for name, why in self.failed.items()]
-        fenced = tuple(n for n in self.targets if n in self.sync._fenced)
+        failures = [f"{name}: {why}" for name, why in {**self.sync.fenced, **self.failed}.items()]
         published = state in ("PUBLISHED", "PARTIAL")
         routes = self.sync.plan.routes
         return SyncResult(
             state=state,
             version=self.version if published else self.sync.version,
             acked=tuple(a.server for a in self.acks),
-            fenced=fenced,
+            fenced=tuple(self.sync.fenced),
             num_bytes=sum(routes[name].num_bytes for name in self.targets),
             stage_s=self.stage_s,
             pause_s=max((a.pause_s for a in self.acks), default=0.0),

@@ -146,8 +146,12 @@ def test_corrupt_shard_on_one_server_fences_it_by_name_and_the_rest_go_on(fleet)
     assert set(result.acked) == {"prefill.0", "decode.0"}
     f.flush()
     assert bad.staged == {}
-    assert f.sync.publish(f.train.params, 1).state == "PUBLISHED"  # without the fenced one
+    assert f.sync.publish(f.train.params, 1).state == "PARTIAL"  # still corrupt: still out
     assert bad.version == -1
+    bad._fault = lambda phase, server: None
+    result = f.sync.publish(f.train.params, 2)
+    assert (result.state, result.detail, f.sync.fenced) == ("PUBLISHED", "", {})  # refitted
+    assert bad.version == 2
 
 
 def test_corrupt_replica_is_found_too(fleet):
@@ -191,11 +195,19 @@ def test_server_that_hangs_is_fenced_by_the_deadline(fleet, phase):
     f.sync.settings = WeightSettings(deadline_s=0.5)
     start = time.monotonic()
     result = f.sync.publish(f.train.params, 1)
-    release.set()
     assert (result.state, result.fenced) == ("PARTIAL", ("decode.1",))
     assert "no answer by the deadline while waiting for decode.1" in result.detail
     assert time.monotonic() - start < 10
     assert f.servers["decode.0"].version == 1
+    asked = list(f.servers["decode.1"].calls)
+    assert f.sync.publish(f.train.params, 2).state == "PARTIAL"
+    assert f.servers["decode.1"].calls == asked  # stuck: not asked, so not waited for, again
+    release.set()
+    f.flush()
+    f.servers["decode.1"]._fault = lambda at, server: None
+    f.sync.settings = WeightSettings(deadline_s=30.0)
+    assert f.sync.publish(f.train.params, 3).state == "PUBLISHED"
+    assert f.servers["decode.1"].version == 3
 
 
 def test_no_acknowledgement_from_any_decode_server_is_failed(fleet):

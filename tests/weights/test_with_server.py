@@ -1,0 +1,102 @@
+"""WeightSync with a real DecodeServer: the trained weights are what it samples from, under the published version."""
+
+import queue
+
+import jax
+import numpy as np
+import pytest
+
+from rl_jax.engine.engine import JaxEngine
+from rl_jax.mesh import SERVE_RULES, TRAIN_RULES, make_mesh, shardings
+from rl_jax.models.attention import attention
+from rl_jax.serve.decode_server import DecodeServer
+from rl_jax.settings import EngineSettings, ServeSettings, WeightSettings
+from rl_jax.testing.tiny_model import tiny_model
+from rl_jax.types import TurnRequest
+from rl_jax.weights.plan import SyncPlan
+from rl_jax.weights.sync import WeightSync
+from rl_jax.weights.transport import DeviceCopy
+
+ENGINE = EngineSettings(slots=4, context=64, steps_per_block=4, chunk_sizes=(32,), chunk_requests=4)
+SETTINGS = WeightSettings(deadline_s=60.0, bucket_bytes=20_000)
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A learner's params on fsdp 2, a decode server on another device, and the sync between them."""
+    model, params = tiny_model()
+    mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
+    places = shardings(model.logical_axes, TRAIN_RULES, mesh)
+    engine = JaxEngine(model, make_mesh({}, jax.devices()[4:5]), SERVE_RULES, ENGINE, "decode.0")
+    server = DecodeServer("decode.0", "decode", engine, ServeSettings())
+    server.start()
+    server.wait_ready(120)
+    plan = SyncPlan.build(
+        model.abstract, model.logical_axes, mesh, places, [server], engine.dtype, SETTINGS
+    )
+    sync = WeightSync(plan, [server], SETTINGS)
+    yield model, params, places, server, sync
+    sync.close()
+    server.close()
+
+
+def sample(server, uid: str) -> tuple[list[int], np.ndarray, list[int]]:
+    """(tokens, logprobs, versions) of a greedy turn on a fixed prompt."""
+    request = TurnRequest(
+        uid=uid, attempt=0, turn=0, tokens=np.arange(20, 30, dtype=np.int32), temperature=0.0, top_p=1.0, top_k=0,
+        max_new_tokens=8, stop_token_ids=(), stop=(), seed=7, tag="",
+    )  # fmt: skip
+    done: queue.Queue = queue.Queue()
+    server.submit(request, None, done.put)
+    turn = done.get(timeout=60)
+    if isinstance(turn, Exception):
+        raise turn
+    server.release(request.session)
+    return turn.tokens.tolist(), turn.logprobs, turn.versions.tolist()
+
+
+def greedy_ref(model, params) -> list[int]:
+    """The same turn by whole forward passes."""
+    tokens = list(range(20, 30))
+    mask = np.tril(np.ones((64, 64), bool))[None]
+
+    @jax.jit
+    def logits(padded):
+        hidden = model.hidden(
+            params, padded[None], np.arange(64)[None], lambda _, q, k, v: attention(q, k, v, mask)
+        )
+        return model.logits(params, hidden)[0]
+
+    for _ in range(8):
+        padded = np.zeros(64, np.int32)
+        padded[: len(tokens)] = tokens
+        tokens.append(int(np.argmax(np.asarray(logits(padded))[len(tokens) - 1])))
+    return tokens[10:]
+
+
+def test_server_samples_from_the_published_weights_and_keeps_them_when_a_sync_aborts(world):
+    model, first, places, server, sync = world
+    second = jax.jit(model.init)(jax.random.key(1))
+    placed = {v: jax.device_put(p, places) for v, p in enumerate((first, second))}
+    assert sync.publish(placed[0], 0).state == "PUBLISHED"
+    tokens, logprobs, versions = sample(server, "a")
+    assert (tokens, versions) == (greedy_ref(model, first), [0] * 8)
+
+    class Lossy(DeviceCopy):
+        def send(self, params, names, targets):
+            sent = super().send(params, names, targets)
+            return {t: {n: x * 1.001 for n, x in arrays.items()} for t, arrays in sent.items()}
+
+    good, sync._transport = sync._transport, Lossy(sync.plan)
+    result = sync.publish(placed[1], 1)
+    assert (result.state, server.version, server.fenced) == ("ABORTED", 0, None)
+    again = sample(server, "b")
+    assert again[0] == tokens
+    assert np.array_equal(again[1], logprobs)
+
+    sync._transport = good
+    result = sync.publish(placed[1], 1)
+    assert (result.state, result.acked) == ("PUBLISHED", ("decode.0",))
+    assert result.pause_s < 1.0
+    tokens, _, versions = sample(server, "c")
+    assert (tokens, versions) == (greedy_ref(model, second), [1] * 8)
