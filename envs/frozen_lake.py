@@ -32,7 +32,7 @@ from rl_jax.types import Action, Message, StepResult, Task
 
 MOVES = "LDRU"  # index = gymnasium's action
 STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) of each move
-MAX_TRIES = 1000  # random maps per wanted map before the settings are called impossible
+MAX_TRIES = 200  # random maps per wanted map before the settings are called impossible
 
 INSTRUCTIONS = (
     "You are P on a frozen lake. Reach the goal G and avoid the holes H; F is safe ice and S the start. "

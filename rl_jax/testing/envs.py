@@ -45,6 +45,8 @@ class EchoEnv:
     @classmethod
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         config = read_config(EchoConfig, cfg)
+        if split not in cls.splits:
+            raise ValueError(f"echo has no split {split!r}; use one of {', '.join(cls.splits)}")
         first = 0 if split == "train" else config.num_tasks
         return [
             Task(
