@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,11 @@ class Ledger:
             record = {
                 "seq": self._seq,
                 "t_mono_s": round(time.monotonic(), 6),
-                **asdict(ref),
+                **vars(ref),
                 "state": state,
                 "reason": reason,
                 "step": step,
-                **asdict(entry.facts),
+                **vars(entry.facts),
             }
             self._append(record)
 

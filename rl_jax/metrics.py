@@ -25,23 +25,19 @@ from typing import Any, TextIO
 LOG = logging.getLogger(__name__)
 PROGRESS_FORMS = ("auto", "plain", "json", "none")
 
-# name -> one-line meaning. A name may end in ".tag" for one task tag, or hold lag{n}, n = consuming version minus the
-# version that sampled the token, and pure or mixed, whether all KV behind the token was of the token's own version.
+# name -> one-line meaning. A name may end in ".x": one task tag, evaluation or reason. lag{n}: n = consuming version
+# minus the version that sampled the token; pure or mixed: whether all KV behind the token was of that version.
 METRICS = {
     "reward/mean": "reward of the trained trajectories",
     "reward/std": "standard deviation of the reward over trajectories",
     "reward/success": "share of trained trajectories whose reward is 1",
     "reward/zero_std_groups": "share of groups whose rewards are all equal (no gradient from them)",
-    "reward/unscored": "trajectories whose reward has a status other than scored",
-    "eval/reward": "reward of the evaluation episodes at one pinned version",
     "eval/success": "share of evaluation episodes whose reward is 1",
-    "eval/unseen_success": "the same on tasks of a split that is disjoint from training",
     "eval/episodes": "evaluation episodes that were scored",
     "policy/entropy": "entropy of the policy in nats a trained token",
     "policy/loss": "the loss that was minimised, over the global count",
     "policy/clip_frac": "share of trained tokens whose ratio was clipped",
     "policy/ratio": "probability ratio to the behaviour policy, a trained token",
-    "policy/approx_kl": "k3 estimate of KL(behaviour || policy) a trained token",
     "policy/advantage": "advantage a trained token; about 0 by construction",
     "optim/grad_norm": "global gradient norm before clipping",
     "optim/learning_rate": "learning rate of the update",
@@ -49,9 +45,12 @@ METRICS = {
     "sft/loss": "cross-entropy in nats a script token of a warm-start step",
     "mismatch/abs_mean": "mean |trainer log-prob - sampler log-prob| a trained token, all lags",
     "mismatch/abs_max": "largest |trainer log-prob - sampler log-prob| of any trained token",
+    "mismatch/abs_p99": "99th percentile of the same",
+    "mismatch/k1": "mean(log p_sampler - log p_trainer): KL(sampler || trainer), unbiased and noisy",
+    "mismatch/k3": "mean(rho - log rho - 1), rho = p_trainer / p_sampler: the same KL with less noise",
     "mismatch/abs_mean_lag{n}_pure": "the mean at one lag, KV of the token's own version only",
     "mismatch/abs_mean_lag{n}_mixed": "the mean at one lag, some KV of another version",
-    "mismatch/k3_lag{n}_pure": "k3 = mean(rho - log rho - 1), rho = p_trainer / p_sampler, at one lag, pure",
+    "mismatch/k3_lag{n}_pure": "k3 at one lag, pure",
     "mismatch/k3_lag{n}_mixed": "k3 at one lag, mixed",
     "is/ess": "effective sample size of the importance weights over their number",
     "staleness/mean": "consuming version minus the version of a trained token",
@@ -86,8 +85,14 @@ METRICS = {
     "serve/append_tokens": "observation tokens appended to live histories, in the step",
     "serve/recompute_tokens": "tokens whose KV was rebuilt after a swap, in the step",
     "serve/decode_tokens": "tokens sampled, in the step",
+    "episodes/issued": "attempts issued since the start of the run",
+    "episodes/completed": "of these, ended by their environment and scored",
+    "episodes/truncated": "of these, cut (.length, .context, .turn_limit, .tool_limit) and scored",
     "episodes/in_flight": "episodes issued and not ended",
     "episodes/buffered": "episodes of complete groups that wait to be consumed",
+    "episodes/issued": "attempts started, in this process",
+    "episodes/completed": "of these, ended by their environment and scored",
+    "episodes/truncated": "of these, cut and scored; .length, .context, .turn_limit: by cause",
     "episodes/trained": "episodes trained since the start of the run",
     "episodes/evaluated": "episodes evaluated since the start of the run",
     "episodes/errored": "episodes that ended in a failure of environment, reward or server",

@@ -183,6 +183,10 @@ class Rollout:
         """(epoch, index) of every task issued and not consumed, ascending: what a resume must issue again."""
         return self._call(_result(self._dispatcher.pending), SLACK_S)
 
+    def position(self) -> dict[str, Any]:
+        """Where the task stream stands, for a checkpoint: its state and pending(), of the same moment."""
+        return self._call(_result(self._position), SLACK_S)
+
     def in_flight(self) -> int:
         """Episodes issued and without a terminal record. For the law use check(): this number is old at once."""
         return self._call(_result(self._num_open), SLACK_S)
@@ -195,9 +199,8 @@ class Rollout:
             states[s] for s in ("ISSUED", "RUNNING", "COMPLETED", "TRUNCATED")
         )
         counts["episodes/buffered"] = self.buffer.num_open_episodes()
-        counts["episodes/trained"] = states["TRAINED"]
-        counts["episodes/evaluated"] = states["EVALUATED"]
-        counts["episodes/dropped"] = states["DROPPED"]
+        for state in ("TRAINED", "EVALUATED", "ERRORED", "CANCELLED", "DROPPED"):
+            counts[f"episodes/{state.lower()}"] = states[state]
         drops = self._dispatcher.drops + Counter(self.buffer.drops())
         for reason in ("stale", "filtered", "short"):
             counts[f"episodes/dropped_{reason}"] = drops[reason]
@@ -293,6 +296,9 @@ class Rollout:
         while True:
             await asyncio.sleep(TICK_S)
             self._guarded(self._dispatcher.handle, Tick())
+
+    def _position(self) -> dict[str, Any]:
+        return {"stream": self.stream.state(), "pending": self._dispatcher.pending()}
 
     async def _check(self) -> None:
         self.ledger.check(self._num_open())
