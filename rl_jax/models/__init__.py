@@ -1,6 +1,7 @@
-"""The table of model families. It names builders and imports nothing, so a name is checked before jax is loaded.
+"""The table of model families. It imports nothing, so a name is checked before jax is loaded.
 
-A builder is `(settings: ModelSettings, vocab_size: int) -> model.Model`; any name may also be "package.module:attribute".
+A builder is `(settings: ModelSettings, vocab_size: int) -> model.Model`; any name may also be
+"package.module:attribute".
 """
 
 MODELS = {

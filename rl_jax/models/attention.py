@@ -1,7 +1,8 @@
 """Rotary positions and the one attention function that training, prefill and decode share.
 
-Invariants: cosines and sines are computed in float32 from each token's own position (no table), and scores, softmax and
-sums are float32, so a token gets the same numbers in a [B, T] training row, a packed [1, C] chunk and a [S, 1] decode step.
+Invariants: cosines and sines are computed in float32 from each token's own position (no table), and
+scores, softmax and sums are float32, so a token gets the same numbers in a [B, T] training row, a
+packed [1, C] chunk and a [S, 1] decode step.
 Must not: hold KV, know slots or pages, or make masks from anything but positions and segments.
 """
 
@@ -11,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# (layer, q [B, T, H, Dh], k [B, T, K, Dh], v [B, T, K, Dh]) -> [B, T, H, Dh]. q and k come rotated (and qk-normed); the
-# caller owns masks and KV storage.
+# (layer, q [B, T, H, Dh], k [B, T, K, Dh], v [B, T, K, Dh]) -> [B, T, H, Dh]. q and k come rotated
+# (and qk-normed); the caller owns masks and KV storage.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 MASKED = -1e30  # finite: an all-masked row must give exp(0), not exp(nan), before it is zeroed
@@ -23,7 +24,7 @@ def rope_angles(
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """(cos, sin) of each token's rotation angles, float32, half = head_dim / 2.
 
-    Source: RoFormer, arXiv:2104.09864, in the half-rotation layout of Llama's published checkpoints.
+    Source: RoFormer, arXiv:2104.09864, in the half-rotation layout of Llama's checkpoints.
     """
     half = head_dim // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -34,7 +35,7 @@ def rope_angles(
 def apply_rope(
     x: Float[Array, "B T N Dh"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T N Dh"]:
-    """Rotate each head of x: dimension i pairs with i + head_dim / 2. Computed in float32, returned in x.dtype."""
+    """Rotate each head of x: dimension i pairs with i + head_dim / 2. float32 inside, x.dtype out."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [B, T, N, half]
     cos, sin = cos[..., None, :], sin[..., None, :]  # one angle for all heads
     rotated = [first * cos - second * sin, second * cos + first * sin]
@@ -49,8 +50,8 @@ def attention(
 ) -> Float[Array, "B Tq H Dh"]:
     """Grouped-query attention scaled by 1/sqrt(Dh); query head h reads kv head h // (H / K).
 
-    Scores and softmax are float32. mask is True where a query may look; a row with no True gives 0, and neither its values
-    nor its gradients are ever non-finite. Returned in q.dtype.
+    Scores and softmax are float32. mask is True where a query may look; a row with no True gives 0,
+    and neither its values nor its gradients are ever non-finite. Returned in q.dtype.
     """
     B, Tq, H, Dh = q.shape
     K = k.shape[2]
@@ -76,8 +77,8 @@ def causal_segment_mask(
 ) -> Bool[Array, "B Tq Tk"]:
     """True where a query may look: same segment, and a position not after its own.
 
-    A caller's padding must have a segment that no real token has (0 in training rows, -1 in chunks). Padding then sees
-    only padding; what it computes is read by nobody.
+    A caller's padding must have a segment that no real token has (0 in training rows, -1 in
+    chunks). Padding then sees only padding; what it computes is read by nobody.
     """
     same = q_segments[:, :, None] == k_segments[:, None, :]
     return same & (q_positions[:, :, None] >= k_positions[:, None, :])

@@ -1,8 +1,9 @@
-"""The decoder family: grouped-query attention with rope, RMSNorm, SwiGLU, optional qk-norm, qkv biases and tied head.
+"""The decoder family: GQA with rope, RMSNorm, SwiGLU; optional qk-norm, qkv biases and tied head.
 
-Pre-norm residual layers, as in Llama, Qwen2 (qkv_bias) and Qwen3 (qk_norm). Layers are written out one by one, each with
-its own weights: measured faster than a scan over stacked weights on CPU and GPU, and one tree for train, sync and serve.
-Norms, rope and softmax are float32, matmuls accumulate in float32, activations are settings.dtype.
+Pre-norm residual layers, as in Llama, Qwen2 (qkv_bias) and Qwen3 (qk_norm). Layers are written out
+one by one, each with its own weights: measured faster than a scan over stacked weights on CPU and
+GPU, and one tree for train, sync and serve. Norms, rope and softmax are float32, matmuls accumulate
+in float32, activations are settings.dtype.
 """
 
 import jax
@@ -21,7 +22,7 @@ EMBED_STD = (
 
 
 class Attention(nnx.Module):
-    """Projections of one layer's attention; the caller's `attend` does the rest. Weights keep their head axes."""
+    """Projections of one layer's attention, with head axes kept; the caller's `attend` does the rest."""
 
     def __init__(self, settings: ModelSettings, dtype: jnp.dtype):
         s, D, H, K, Dh = (
@@ -118,10 +119,11 @@ class Decoder(nnx.Module):
         remat: bool,
         constrain: Constrain,
     ) -> Float[Array, "B T D"]:
-        """See Model.hidden. A token outside the vocabulary reads the nearest row: padding may hold any id."""
+        """See Model.hidden. An id outside the vocabulary reads the nearest row: padding may be any."""
         axes = ("batch", "length", None)
-        # Gather before the cast: only the rows read are cast.
-        x = jnp.take(self.embed[...], tokens, axis=0, mode="clip")
+        # A table split over D would give rows split over D, on axes that the batch needs.
+        table = constrain(self.embed[...], ("vocab", None))
+        x = jnp.take(table, tokens, axis=0, mode="clip")  # before the cast: of the rows read only
         x = constrain(x.astype(self.settings.dtype), axes)
         angles = rope_angles(positions, self.settings.head_dim, self.settings.rope_theta)
         for index, layer in enumerate(self.layers):
@@ -140,8 +142,8 @@ class Decoder(nnx.Module):
 def build_model(settings: ModelSettings, vocab_size: int) -> Model:
     """The decoder for these settings, with no arrays yet.
 
-    Raises: ValueError listing everything that cannot be: a size below 1, heads that do not group, an odd head_dim, an
-    unknown dtype, a vocab_size other than settings.vocab_size where that is set.
+    Raises: ValueError listing everything that cannot be: a size below 1, heads that do not group,
+    an odd head_dim, an unknown dtype, a vocab_size other than settings.vocab_size where that is set.
     """
     errors = model_errors(settings, vocab_size)
     if errors:

@@ -1,7 +1,7 @@
 """Declared weights and the norm: what every model family is made of.
 
-A weight is declared once: shape, logical axes and initial distribution stand together in one `weight(...)` call, and
-abstract shapes, shardings and initialisation are all derived from it (model.py).
+A weight is declared once: shape, logical axes and initial distribution stand together in one
+`weight(...)` call; abstract shapes, shardings and initialisation derive from it (model.py).
 """
 
 import jax
@@ -24,7 +24,7 @@ def weight(
     std: float = 0.0,
     mean: float = 0.0,
 ) -> nnx.Param:
-    """A parameter of the given shape whose initial values are normal(mean, std); axes names what each dimension means."""
+    """A parameter that starts as normal(mean, std); axes names what each dimension means."""
     assert len(shape) == len(axes), f"shape {shape} and logical axes {axes} differ in length"
     return nnx.Param(
         jnp.zeros(shape, dtype), **{LOGICAL_AXES: axes, INIT_STD: std, INIT_MEAN: mean}
@@ -42,7 +42,10 @@ def linear(
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last axis, in float32, returned in x.dtype. Source: arXiv:1910.07467."""
+    """x / rms(x) * scale over the last axis, in float32, returned in x.dtype.
+
+    Source: arXiv:1910.07467.
+    """
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype):
         self.eps = eps

@@ -1,14 +1,17 @@
 """A model as the rest of the system sees it: pure functions of a flat dict of arrays.
 
-Owns: the mapping between an nnx module and `Params`, a plain dict from names such as "layers.0.attention.query" to arrays
-(per-layer weights, nothing stacked). That one tree is what is trained, synchronised, checkpointed and served.
-Invariants: the module is built once from abstract shapes (`nnx.eval_shape`) and split once; no call costs more than
-`nnx.merge` while tracing. A parameter's initial value depends on the key and its name only, never on order or sharding.
-A family's module has `hidden(tokens, positions, attend, remat, constrain)` and `head()`.
-Life: 1 a family's builder makes the Model from settings. 2 `init(key)` (or a checkpoint) gives Params, inside a jit whose
-out_shardings come from `logical_axes`. 3 the learner differentiates `hidden` with its attend; engines run `hidden` of cast
-Params with theirs. 4 `logits` turns hidden states into float32 logits.
-Must not: know meshes, KV storage or sampling; use nnx.jit (it costs a traversal of the module on every call).
+Owns: the mapping between an nnx module and `Params`, a plain dict from names such as
+"layers.0.attention.query" to arrays (per-layer weights, nothing stacked). That one tree is what is
+trained, synchronised, checkpointed and served.
+Invariants: the module is built once from abstract shapes (`nnx.eval_shape`) and split once; no call
+costs more than `nnx.merge` while tracing. A parameter's initial value depends on the key and its
+name only, never on order or sharding. A family's module has
+`hidden(tokens, positions, attend, remat, constrain)` and `head()`.
+Life: 1 a family's builder makes the Model from settings. 2 `init(key)` (or a checkpoint) gives
+Params, inside a jit whose out_shardings come from `logical_axes`. 3 the learner differentiates
+`hidden` with its attend; engines run `hidden` of cast Params with theirs. 4 `logits` turns hidden
+states into float32 logits.
+Must not: know meshes, KV storage or sampling; use nnx.jit (it traverses the module on every call).
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +30,7 @@ from rl_jax.settings import ModelSettings
 
 Params = dict[str, jax.Array]
 
-# (array, its logical axes) -> the array, with a sharding constraint where the caller's mesh wants one.
+# (array, its logical axes) -> the array, held to a layout on the caller's mesh.
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 
 
@@ -47,7 +50,7 @@ class Model:
     initial: Mapping[str, tuple[float, float]]  # name -> (mean, std) of the initial values
 
     def init(self, key: jax.Array) -> Params:
-        """Fresh Params in param_dtype from one key; jit it with out_shardings to make them where they live."""
+        """Fresh Params in param_dtype; jit it with out_shardings to make them where they live."""
         shapes = {n: self.abstract[n].shape for n, (_, std) in self.initial.items() if std > 0}
         drawn = normals(key, shapes)
         params = {}
@@ -70,16 +73,17 @@ class Model:
         remat: bool = False,
         constrain: Constrain = unconstrained,
     ) -> Float[Array, "B T D"]:
-        """Final-normed hidden states in settings.dtype; logits of the token AT t + 1 come from [:, t].
+        """Final-normed hidden states in settings.dtype; the logits for token t + 1 come from [:, t].
 
-        attend is called once per layer, in order, and may keep the k and v it is given. With remat each layer is computed
-        again in the backward pass, so attend must then be pure. constrain sees activations with logical axes
-        ("batch", "length", None).
+        attend is called once per layer, in order, and may keep the k and v it is given. With remat
+        each layer is computed again in the backward pass, so attend must then be pure. constrain
+        sees the embedding table as ("vocab", None) and activations as ("batch", "length", None):
+        without it XLA may split activations over the axes that fsdp splits weights over.
         """
         return self._module(params).hidden(tokens, positions, attend, remat, constrain)
 
     def head(self, params: Mapping[str, jax.Array]) -> Float[Array, "D V"]:
-        """The output projection in settings.dtype: its own weight, or the transposed embedding where they are tied."""
+        """The output projection in settings.dtype; the transposed embedding where they are tied."""
         return self._module(params).head()
 
     def logits(
@@ -94,8 +98,8 @@ class Model:
         missing = [name for name in self.abstract if name not in params]
         if missing:
             raise ValueError(
-                f"params lack {len(missing)} of {len(self.abstract)} weights of this model, first {missing[0]!r}; "
-                "load a checkpoint of the same model settings"
+                f"params lack {len(missing)} of this model's {len(self.abstract)} weights, first "
+                f"{missing[0]!r}; load a checkpoint of the same model settings"
             )
         leaves = [params[name] for name in self.abstract]
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
@@ -104,7 +108,7 @@ class Model:
 def model_from_module(
     make: Callable[[], nnx.Module], settings: ModelSettings, vocab_size: int
 ) -> Model:
-    """Build the Model of an nnx module: `make` is only traced, so no weight of it is ever allocated."""
+    """The Model of an nnx module; `make` is only traced, so no weight is allocated."""
     graphdef, state = nnx.split(nnx.eval_shape(make))
     flat = [
         (".".join(str(part) for part in path), variable)

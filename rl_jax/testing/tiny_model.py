@@ -1,4 +1,4 @@
-"""The model of the tests: two layers, 32 wide, a few thousand weights; every optional part can be switched on."""
+"""The model of the tests: two layers, 32 wide; every optional part can be switched on."""
 
 from dataclasses import replace
 
@@ -22,6 +22,6 @@ def tiny_settings(**changes: object) -> ModelSettings:
 def tiny_model(
     seed: int = 0, vocab_size: int = TINY_VOCAB, **changes: object
 ) -> tuple[Model, Params]:
-    """A tiny model and fresh params on the default device; a fixture may keep both for a whole session."""
+    """A tiny model and fresh params on the default device; a fixture may keep both for a session."""
     model = build_model(tiny_settings(**changes), vocab_size)
     return model, jax.jit(model.init)(jax.random.key(seed))
