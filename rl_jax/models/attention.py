@@ -35,7 +35,7 @@ def rope_angles(
 def apply_rope(
     x: Float[Array, "B T N Dh"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T N Dh"]:
-    """Rotate each head of x: dimension i pairs with i + head_dim / 2. float32 inside, x.dtype out."""
+    """Rotate each head of x: dimension i pairs with i + head_dim / 2. float32 inside."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)  # [B, T, N, half]
     cos, sin = cos[..., None, :], sin[..., None, :]  # one angle for all heads
     rotated = [first * cos - second * sin, second * cos + first * sin]

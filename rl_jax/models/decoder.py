@@ -22,7 +22,7 @@ EMBED_STD = (
 
 
 class Attention(nnx.Module):
-    """Projections of one layer's attention, with head axes kept; the caller's `attend` does the rest."""
+    """Projections of one layer's attention, head axes kept; the caller's `attend` does the rest."""
 
     def __init__(self, settings: ModelSettings, dtype: jnp.dtype):
         s, D, H, K, Dh = (
@@ -119,7 +119,7 @@ class Decoder(nnx.Module):
         remat: bool,
         constrain: Constrain,
     ) -> Float[Array, "B T D"]:
-        """See Model.hidden. An id outside the vocabulary reads the nearest row: padding may be any."""
+        """See Model.hidden. An id outside the vocabulary reads the nearest row: padding is any."""
         axes = ("batch", "length", None)
         # A table split over D would give rows split over D, on axes that the batch needs.
         table = constrain(self.embed[...], ("vocab", None))
@@ -143,7 +143,7 @@ def build_model(settings: ModelSettings, vocab_size: int) -> Model:
     """The decoder for these settings, with no arrays yet.
 
     Raises: ValueError listing everything that cannot be: a size below 1, heads that do not group,
-    an odd head_dim, an unknown dtype, a vocab_size other than settings.vocab_size where that is set.
+    an odd head_dim, an unknown dtype, a vocab_size unlike settings.vocab_size where that is set.
     """
     errors = model_errors(settings, vocab_size)
     if errors:

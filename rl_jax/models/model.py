@@ -73,7 +73,7 @@ class Model:
         remat: bool = False,
         constrain: Constrain = unconstrained,
     ) -> Float[Array, "B T D"]:
-        """Final-normed hidden states in settings.dtype; the logits for token t + 1 come from [:, t].
+        """Final-normed hidden states in settings.dtype; logits for token t + 1 come from [:, t].
 
         attend is called once per layer, in order, and may keep the k and v it is given. With remat
         each layer is computed again in the backward pass, so attend must then be pure. constrain

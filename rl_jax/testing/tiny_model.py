@@ -22,6 +22,6 @@ def tiny_settings(**changes: object) -> ModelSettings:
 def tiny_model(
     seed: int = 0, vocab_size: int = TINY_VOCAB, **changes: object
 ) -> tuple[Model, Params]:
-    """A tiny model and fresh params on the default device; a fixture may keep both for a session."""
+    """A tiny model and fresh params on the default device; a fixture may keep both."""
     model = build_model(tiny_settings(**changes), vocab_size)
     return model, jax.jit(model.init)(jax.random.key(seed))
