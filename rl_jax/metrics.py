@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,9 +90,6 @@ METRICS = {
     "episodes/truncated": "of these, cut (.length, .context, .turn_limit, .tool_limit) and scored",
     "episodes/in_flight": "episodes issued and not ended",
     "episodes/buffered": "episodes of complete groups that wait to be consumed",
-    "episodes/issued": "attempts started, in this process",
-    "episodes/completed": "of these, ended by their environment and scored",
-    "episodes/truncated": "of these, cut and scored; .length, .context, .turn_limit: by cause",
     "episodes/trained": "episodes trained since the start of the run",
     "episodes/evaluated": "episodes evaluated since the start of the run",
     "episodes/errored": "episodes that ended in a failure of environment, reward or server",
@@ -168,7 +165,7 @@ def values_of(row: Row) -> tuple[dict[str, float], int]:
         if value is None:
             continue
         if math.isfinite(value):
-            values[name] = int(value) if isinstance(value, int) else float(value)
+            values[name] = value if isinstance(value, int) else float(value)
         else:
             num_dropped += 1
     return values, num_dropped
@@ -339,7 +336,7 @@ class Progress:
         self._print("step", format_step(step, self.total_steps, row, eta), fields)
 
     @contextmanager
-    def phase(self, name: str, why: str = "") -> Iterator[None]:
+    def phase(self, name: str, why: str = "") -> Generator[None, None, None]:
         """A stretch of work with a banner before and its seconds after, such as the first compile."""
         self.note(f"{name} ..." + (f" ({why})" if why else ""))
         start = self._clock()

@@ -128,7 +128,7 @@ def _set_in_config(node: Any, path: Path, value: Any) -> None:
             node = node[part]
         except (KeyError, IndexError, TypeError, RequiredValueError):
             return
-    if isinstance(node, ConfigDict) and path[-1] in node:
+    if isinstance(node, ConfigDict) and isinstance(path[-1], str) and path[-1] in node:
         with node.ignore_type():
             node[path[-1]] = value
 
@@ -137,21 +137,17 @@ def _set_in_tree(tree: Any, defaults: Any, path: Path, value: Any, errors: list[
     """Set a value in plain dicts and lists; a section the config file left out starts from the defaults."""
     for i, part in enumerate(path):
         defaults = _child(defaults, part)
-        if isinstance(part, int):
-            if not isinstance(tree, list) or part >= len(tree):
-                size = len(tree) if isinstance(tree, list) else 0
-                errors.append(
-                    f"--config.{dotted(path)}: {dotted(path[:i])} has {size} elements, counted from 0"
-                )
-                return
-        elif not isinstance(tree, dict):
-            return  # the file put a value where a section belongs: schema.build tells
-        elif part not in tree:
-            tree[part] = _mutable(defaults) if defaults is not None else {}
+        if isinstance(part, str) and isinstance(tree, dict):
+            tree.setdefault(part, {} if defaults is None else _mutable(defaults))
+        elif _child(tree, part) is None:
+            size = len(tree) if isinstance(tree, list) else 0
+            errors.append(
+                f"--config.{dotted(path)}: {dotted(path[:i])} has {size} elements, counted from 0"
+            )
+            return
         if i == len(path) - 1:
             tree[part] = value
-        else:
-            tree = tree[part]
+        tree = tree[part]
 
 
 def _child(node: Any, part: str | int) -> Any:
