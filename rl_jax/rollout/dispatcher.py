@@ -156,9 +156,13 @@ class Dispatcher:
         groups = list(self._groups.values())
         return [member.episode for group in groups for member in list(group.members.values())]
 
+    def halt(self) -> None:
+        """Nothing starts any more; what runs goes on."""
+        self._is_stopped = True
+
     def stop(self, reason: str) -> list[asyncio.Task]:
         """Nothing starts any more; all groups in flight are dropped. Returns the tasks to wait for."""
-        self._is_stopped = True
+        self.halt()
         runners = [m.runner for g in self._groups.values() for m in g.members.values()]
         for uid in list(self._groups):
             self._drop(uid, reason)
@@ -191,13 +195,14 @@ class Dispatcher:
     def _start_members(self, group: LiveGroup, num: int) -> None:
         task = group.issued.task
         for sample in group.missing()[:num]:
-            if not self.slots.try_acquire(task.tag):
+            slot = self.slots.try_acquire(task.tag)
+            if slot is None:
                 return  # a policy that asks for more than is free: it is asked again when a slot is
             uid = f"{group.uid}/{sample}"
             attempt = self.player.ledger.next_attempt(uid)
             epoch, index = group.issued.epoch, group.issued.index
             ref = EpisodeRef(uid, attempt, group.uid, epoch, index, sample, task.tag)
-            member = Member(self.player.issue(ref, task, self.rules))
+            member = Member(self.player.issue(ref, task, self.rules), slot)
             group.members[sample] = member
             group.tries[sample] += 1
             member.runner = asyncio.get_running_loop().create_task(
@@ -284,9 +289,9 @@ class Dispatcher:
         member.runner.cancel()
 
     def _free_slot(self, member: Member) -> None:
-        if member.has_slot:
-            member.has_slot = False
-            self.slots.release(member.episode.ref.tag)
+        if member.slot is not None:
+            slot, member.slot = member.slot, None
+            self.slots.release(slot)
 
     def _note_idle(self) -> None:
         """Count the time in which batches were wanted and nothing ran."""

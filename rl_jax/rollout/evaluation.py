@@ -137,8 +137,7 @@ class Evaluation:
             self.beat()
 
     async def _attempt(self, group: str, index: int, task: Task, rules: EpisodeRules) -> Trajectory:
-        await self.slots.acquire(task.tag)
-        holds_slot = True
+        slot = await self.slots.acquire(task.tag)
         episode = None
         try:
             uid = f"{group}/0"
@@ -147,18 +146,20 @@ class Evaluation:
             episode = self.player.issue(ref, task, rules)
             self.num_open += 1
             await self.player.play_turns(episode)
-            self.slots.release(task.tag)
-            holds_slot = False
+            slot = self._release(slot)
             return await self.player.score(episode)
         except asyncio.CancelledError:
             if episode is not None:
                 self.player.cancel(episode, "eval_end")
             raise
         finally:
-            if holds_slot:
-                self.slots.release(task.tag)
+            self._release(slot)
             if episode is not None:
                 self.num_open -= 1
+
+    def _release(self, slot: str | None) -> None:
+        if slot is not None:
+            self.slots.release(slot)
 
 
 def _success(trajectories: Sequence[Trajectory]) -> float:

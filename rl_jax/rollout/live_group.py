@@ -18,8 +18,8 @@ class Member:
     """A live attempt: from its ISSUED record until it is scored, failed or cancelled."""
 
     episode: Episode
+    slot: str | None  # None once it is given back
     runner: asyncio.Task | None = None
-    has_slot: bool = True
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ class Player:
 
     def issue(self, ref: EpisodeRef, task: Task, rules: EpisodeRules) -> Episode:
         """Write ISSUED; the episode does not run yet."""
-        self.ledger.write(ref, "ISSUED")
+        start = EpisodeFacts(start_version=self.tools.sampler.version())
+        self.ledger.write(ref, "ISSUED", facts=start)
         self.counts["episodes/issued"] += 1
         if ref.attempt:
             self.counts["episodes/retried"] += 1

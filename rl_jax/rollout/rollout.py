@@ -165,7 +165,10 @@ class Rollout:
 
     def evaluate(self, name: str, tasks: Sequence[Task], sampling: EvalSettings) -> EvalResult:
         """Play `tasks` with the version published last; blocks. Raises RuntimeError if nothing could be scored."""
-        return self._call(self._evaluate(name, tasks, sampling), sampling.timeout_s + SLACK_S)
+        try:
+            return self._call(self._evaluate(name, tasks, sampling), sampling.timeout_s + SLACK_S)
+        except RuntimeError as error:
+            raise self.failed or error from None  # the cause, not that nothing could be scored
 
     def scripted(
         self, tasks: Sequence[Task], num: int, skill: float, timeout_s: float = 600.0
@@ -278,6 +281,7 @@ class Rollout:
         if self.failed is None:
             LOG.error("the rollout failed: %s", error)
             self.failed = error
+            self._dispatcher.halt()
             self.buffer.fail(error)
 
     # --- on the loop ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Owns: the number of live episodes by pool key (a tag with servers of its own, or
 Invariants: live episodes of a key <= its capacity, all together <= the environments the workers hold; evaluation
 episodes wait in line here and go first, so training cannot starve an evaluation. Training episodes never wait here: the
 scheduler starts only what is free. A session keeps its slot between turns, so an episode holds it from start to end.
+A slot is named by the key it was taken under: a pool that is fenced meanwhile must not change whose it is.
 Must not: be used off the rollout's loop; await anything but its own futures.
 """
 
@@ -41,16 +42,16 @@ class Slots:
         free = {key: min(n - self._live[key], room) for key, n in self._capacity().items()}
         return {key: 0 if key in waiting else max(0, n) for key, n in free.items()}
 
-    def try_acquire(self, tag: str) -> bool:
-        """Take a slot for a training episode if one is free."""
+    def try_acquire(self, tag: str) -> str | None:
+        """Take a slot for a training episode if one is free: its key, for release()."""
         key = self._key(tag)
         if self.free().get(key, 0) <= 0:
-            return False
+            return None
         self._live[key] += 1
-        return True
+        return key
 
-    async def acquire(self, tag: str) -> None:
-        """Wait in line for a slot (evaluation)."""
+    async def acquire(self, tag: str) -> str:
+        """Wait in line for a slot (evaluation): its key, for release()."""
         key = self._key(tag)
         turn = asyncio.get_running_loop().create_future()
         self._line.append((key, turn))
@@ -59,11 +60,13 @@ class Slots:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release(tag)
+                self.release(key)
             raise
+        return key
 
-    def release(self, tag: str) -> None:
-        self._live[self._key(tag)] -= 1
+    def release(self, key: str) -> None:
+        """Give a slot back."""
+        self._live[key] -= 1
         self._advance()
 
     def _key(self, tag: str) -> str:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-from tests.rollout.doubles import RENDERER, SETTINGS, echo_script
 
 from rl_jax.ledger import Ledger
 from rl_jax.rollout.buffer import SampleBuffer
@@ -13,6 +12,7 @@ from rl_jax.rollout.tasks import TaskStream
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.settings import EvalSettings, RewardSettings, TaskSource
 from rl_jax.testing.fake_sampler import FakeSampler
+from tests.rollout.doubles import RENDERER, SETTINGS, echo_script
 
 ECHO = TaskSource("echo", "rl_jax.testing.envs:EchoEnv")
 

@@ -323,6 +323,40 @@ def test_environment_that_always_fails_stops_the_run_with_its_cause(tmp_path):
             world.rollout.want(2, 2)
 
 
+def test_after_a_fatal_failure_nothing_starts_and_the_evaluation_names_the_cause(tmp_path):
+    def fail(verb, uid):
+        return EnvError("env_died", "segmentation fault") if verb == "reset" else None
+
+    with running(tmp_path, pool=FakePool({"echo": EchoEnv}, fail=fail)) as world:
+        world.publish(0)
+        with pytest.raises(EnvBudgetExhausted, match="segmentation fault"):
+            world.rollout.evaluate("eval", echo_tasks(num=8), EvalSettings())
+        issued = world.rollout.counts()["episodes/issued"]
+        world.rollout._loop.call_soon_threadsafe(world.rollout._dispatcher.want, 1, 2)
+        world.rollout.check()
+        assert world.rollout.counts()["episodes/issued"] == issued
+        assert "segmentation fault" in world.rollout.status()
+
+
+def test_one_broken_tag_beside_a_good_one_stops_the_run(tmp_path):
+    """Good episodes end the run of failures only while the bound lets them start."""
+
+    def fail(verb, uid):
+        return (
+            EnvError("env_error", "broken")
+            if verb == "step" and int(uid.split("/")[2]) >= 4
+            else None
+        )
+
+    tasks = {"good": echo_tasks("good"), "bad": echo_tasks("bad")}
+    pool = FakePool({"echo": EchoEnv}, fail=fail)
+    with running(tmp_path, tasks=tasks, pool=pool) as world:
+        world.publish(0)
+        world.rollout.want(1, 2)
+        with pytest.raises(EnvBudgetExhausted, match="12 env_error"):
+            world.buffer.take(1)
+
+
 def test_prompt_over_the_context_drops_the_group_and_soon_stops_the_run(tmp_path):
     with running(tmp_path, context=8) as world:
         world.publish(0)
