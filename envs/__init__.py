@@ -24,7 +24,7 @@ reward is "env" unscored, and what is unscored is never trained. reset() gives n
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 # name -> "module:attribute"; any other name is taken as "package.module:attribute" itself.
 ENVS: dict[str, str] = {
@@ -32,10 +32,8 @@ ENVS: dict[str, str] = {
     "reasoning_gym": "envs.reasoning_gym:ReasoningGym",
 }
 
-C = TypeVar("C")
 
-
-def read_config(cls: type[C], cfg: Mapping[str, Any]) -> C:
+def read_config(cls: type, cfg: Mapping[str, Any]) -> Any:
     """An environment's frozen config dataclass from its task source's config.
 
     Raises: ValueError naming every unknown key, with the nearest names.

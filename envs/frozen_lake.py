@@ -22,10 +22,10 @@ import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
-from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from envs import read_config
 from rl_jax.types import Action, Message, StepResult, Task
@@ -81,7 +81,7 @@ class FrozenLake:
     @classmethod
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises ValueError: unknown key or split, or settings that allow too few distinct maps."""
-        config = read_config(FrozenLakeConfig, cfg)
+        config: FrozenLakeConfig = read_config(FrozenLakeConfig, cfg)
         if split not in cls.splits:
             raise ValueError(
                 f"frozen_lake has no split {split!r}; use one of {', '.join(cls.splits)}"
@@ -93,6 +93,7 @@ class FrozenLake:
 
     def reset(self, task: Task, seed: int) -> StepResult:
         """The first grid. `seed` decides where a slippery move goes."""
+        self.close()
         payload = task.payload
         self._env = gymnasium.make(
             "FrozenLake-v1",
@@ -115,8 +116,8 @@ class FrozenLake:
         if move is None:
             self._invalid_moves += 1
         else:
-            _, reward, terminated, truncated, _ = self._env.step(move)
-            reward, done = float(reward), bool(terminated or truncated)
+            _, reward, terminated, truncated, _ = self._live().step(move)
+            reward, done = float(reward), terminated or truncated
         info = {"invalid_moves": float(self._invalid_moves), "success": float(reward == 1.0)}
         if done:
             return StepResult((), reward, True, info=info)
@@ -134,14 +135,23 @@ class FrozenLake:
             self._is_solving = rng.random() < skill
         if not self._is_solving:
             return rng.choice(MOVES)
-        rows = _rows(self._env)
-        way = shortest_way(rows, divmod(int(self._env.unwrapped.s), len(rows[0])))
+        rows, cell = self._where()
+        way = shortest_way(rows, cell)
         # A slippery lake may carry the player where no way leads on.
         return way[0] if way else rng.choice(MOVES)
 
+    def _live(self) -> gymnasium.Env:
+        assert self._env is not None, "reset() comes before everything else"
+        return self._env
+
+    def _where(self) -> tuple[list[str], tuple[int, int]]:
+        """The map's rows, and the player's (row, column)."""
+        lake = cast(FrozenLakeEnv, self._live().unwrapped)
+        rows = [b"".join(row).decode() for row in lake.desc]
+        return rows, divmod(int(lake.s), len(rows[0]))
+
     def _grid(self) -> str:
-        rows = _rows(self._env)
-        row, column = divmod(int(self._env.unwrapped.s), len(rows[0]))
+        rows, (row, column) = self._where()
         rows[row] = rows[row][:column] + "P" + rows[row][column + 1 :]
         return "\n".join(rows)
 
@@ -209,10 +219,6 @@ def _task(config: FrozenLakeConfig, split: str, i: int, rows: tuple[str, ...]) -
         reward="env",
         max_turns=config.max_turns,
     )
-
-
-def _rows(env: gymnasium.Env) -> list[str]:
-    return [b"".join(row).decode() for row in env.unwrapped.desc]
 
 
 def _key(grid: str) -> str:

@@ -84,13 +84,13 @@ class ReasoningGym:
     splits = ("train", "eval")
 
     def __init__(self):
-        self._task: Task | None = None
+        self._payload: Mapping[str, Any] = {}
         self._is_solving: bool | None = None
 
     @classmethod
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises ValueError: unknown key, dataset or split, or a dataset with too few distinct questions."""
-        config = read_config(ReasoningGymConfig, cfg)
+        config: ReasoningGymConfig = read_config(ReasoningGymConfig, cfg)
         if split not in cls.splits:
             raise ValueError(
                 f"reasoning_gym has no split {split!r}; use one of {', '.join(cls.splits)}"
@@ -110,12 +110,12 @@ class ReasoningGym:
 
     def reset(self, task: Task, seed: int) -> StepResult:
         """Makes the item; its question already stands in task.messages, so there is nothing to add."""
-        self._task, self._is_solving = task, None
+        self._payload, self._is_solving = task.payload, None
         return StepResult((), state_key=task.id)
 
     def step(self, action: Action) -> StepResult:
         """Scores the answer; the episode is done."""
-        payload = self._task.payload
+        payload = self._payload
         dataset, item = _item(payload)
         answer = extract_answer(action.text, payload["answer_pattern"])
         score = dataset.score_answer(answer=answer, entry=item)
@@ -123,7 +123,7 @@ class ReasoningGym:
         return StepResult((), score, True, info=info)
 
     def close(self) -> None:
-        self._task = None
+        self._payload = {}
 
     def script(self, rng: random.Random, skill: float) -> str:
         """The right answer in a share `skill` of all episodes, else a wrong one near it.
@@ -132,7 +132,7 @@ class ReasoningGym:
         """
         if self._is_solving is None:
             self._is_solving = rng.random() < skill
-        payload = self._task.payload
+        payload = self._payload
         dataset, item = _item(payload)
         if item["answer"] is None:
             raise ValueError(

@@ -40,29 +40,26 @@ def checked(reward: Any) -> Reward:
     """A scorer's answer, with plain floats; status "schema" and the reason if it is none."""
     if not isinstance(reward, Reward):
         return failed("schema", f"the scorer gave {_show(reward)}, no Reward")
-    version = str(reward.scorer_version)
+    version = reward.scorer_version
+    if reward.status in ("timeout", "error", "schema") and reward.value is None:
+        return failed(reward.status, reward.detail, version)
     if reward.status != "scored":
-        if reward.status not in ("timeout", "error", "schema") or reward.value is not None:
-            return failed(
-                "schema", f"status {reward.status!r} with value {_show(reward.value)}", version
-            )
-        return failed(reward.status, str(reward.detail), version)
-    value = finite(reward.value)
-    if value is None:
-        return failed("schema", f"value is {_show(reward.value)}, no finite number", version)
-    parts = {str(name): finite(part) for name, part in reward.parts.items()}
-    turn_values = tuple(None if turn is None else finite(turn) for turn in reward.turn_values)
-    for name, part in parts.items():
-        if part is None:
-            return failed(
-                "schema", f"part {name!r} is {_show(reward.parts[name])}, no finite number", version
-            )
-    for i, turn in enumerate(turn_values):
-        if turn is None and reward.turn_values[i] is not None:
-            return failed(
-                "schema", f"turn {i} is {_show(reward.turn_values[i])}, no finite number", version
-            )
-    return Reward(value, parts, turn_values, "scored", version)
+        return failed(
+            "schema", f"status {reward.status!r} with value {_show(reward.value)}", version
+        )
+    said = {"value": reward.value}
+    said |= {f"part {name!r}": part for name, part in reward.parts.items()}
+    said |= {f"turn {i}": turn for i, turn in enumerate(reward.turn_values) if turn is not None}
+    for what, number in said.items():
+        if finite(number) is None:
+            return failed("schema", f"{what} is {_show(number)}, no finite number", version)
+    return Reward(
+        value=finite(reward.value),
+        parts={name: float(part) for name, part in reward.parts.items()},
+        turn_values=tuple(None if turn is None else float(turn) for turn in reward.turn_values),
+        status="scored",
+        scorer_version=version,
+    )
 
 
 def from_steps(step_rewards: Sequence[float | None]) -> Reward:
@@ -70,17 +67,16 @@ def from_steps(step_rewards: Sequence[float | None]) -> Reward:
 
     One step without a finite reward makes the whole episode unscored; so does an episode without a step.
     """
-    values = [finite(step) for step in step_rewards]
-    for i, value in enumerate(values):
+    values: list[float] = []
+    for step in step_rewards:
+        value = finite(step)
         if value is None:
-            return failed(
-                "schema",
-                f"reward of step {i} is {_show(step_rewards[i])}, no finite number",
-                ENV_SCORER,
-            )
+            detail = f"reward of step {len(values)} is {_show(step)}, no finite number"
+            return failed("schema", detail, ENV_SCORER)
+        values.append(value)
     if not values:
         return failed(
-            "schema", "the episode has no step, so its environment gave no reward", ENV_SCORER
+            "schema", "the episode has no step, so no reward of its environment", ENV_SCORER
         )
     total = math.fsum(values)
     return Reward(total, {"env": total}, tuple(values), "scored", ENV_SCORER)
@@ -88,8 +84,5 @@ def from_steps(step_rewards: Sequence[float | None]) -> Reward:
 
 def _show(value: Any) -> str:
     """A short repr; what an environment returns may be huge."""
-    return (
-        repr(value)[:80]
-        if isinstance(value, int | float | str | bool | None)
-        else type(value).__name__
-    )
+    is_short = value is None or isinstance(value, bool | int | float | str)
+    return repr(value)[:80] if is_short else type(value).__name__

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 MAX_LINE = 64 << 20  # bytes; a longer line ends the pipe
 READ_SIZE = 1 << 18
@@ -21,7 +21,7 @@ DRAIN_S = 1.0  # for a dead child's last output to be read
 class LinePipe:
     """Newline-framed bytes to and from two file descriptors, which it owns. One thread at a time."""
 
-    def __init__(self, writer: BinaryIO, reader: BinaryIO):
+    def __init__(self, writer: IO[bytes], reader: IO[bytes]):
         self._writer, self._reader = writer, reader
         self._in, self._out = writer.fileno(), reader.fileno()
         os.set_blocking(self._in, False)
@@ -109,7 +109,7 @@ class Log:
     A thread of its own reads it, so a child can never block on printing.
     """
 
-    def __init__(self, name: str, stream: BinaryIO):
+    def __init__(self, name: str, stream: IO[bytes]):
         self.name = name
         self._stream = stream
         self._lock = threading.Lock()

@@ -100,8 +100,10 @@ class WorkerProcess:
             env=_child_environment(),
             start_new_session=True,
         )
-        self.log = Log(name, self._process.stderr)
-        self._pipe = LinePipe(self._process.stdin, self._process.stdout)
+        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        assert stdin and stdout and stderr, "Popen makes what PIPE asks for"
+        self.log = Log(name, stderr)
+        self._pipe = LinePipe(stdin, stdout)
         self._exit_fd = _open_exit_fd(self._process.pid)
         self._post("init", f"import in {name}", limit, self._imported, init)
 
@@ -151,7 +153,7 @@ class WorkerProcess:
         if self.fault is not None:
             raise self.fault
         if self.offers is None:
-            self._ready.append(self._loop.create_future())
+            self._ready.append(asyncio.get_running_loop().create_future())
             await self._ready[-1]
 
     def call(self, verb: str, owner: str, limit: Limit, **payload: Any) -> asyncio.Future:
@@ -238,7 +240,7 @@ class WorkerProcess:
             if left_s <= 0:
                 self._begin_end("env_timeout")
             else:
-                self._watch = self._loop.call_later(left_s, self._watch_head)
+                self._watch = asyncio.get_running_loop().call_later(left_s, self._watch_head)
 
     def _exited(self) -> None:
         """The process is gone, even if a child of its own still holds the pipe."""
@@ -247,7 +249,7 @@ class WorkerProcess:
 
     def _begin_end(self, kind: str) -> None:
         if self._ending is None:
-            self._ending = self._loop.create_task(self._end(kind))
+            self._ending = asyncio.get_running_loop().create_task(self._end(kind))
 
     async def _end(self, kind: str) -> None:
         is_import = self.offers is None

@@ -66,7 +66,7 @@ class TaskStream:
         Raises: ValueError for an unknown tag.
         """
         if tag is None:
-            tag = min(self._num_issued, key=self._num_issued.get)
+            tag = min(self._num_issued, key=lambda name: self._num_issued[name])
         elif tag not in self._sources:
             raise ValueError(
                 f"no task source has tag {tag!r}; use one of {', '.join(self._sources)}"

@@ -49,7 +49,9 @@ def task_to_wire(task: Task) -> dict[str, Any]:
 
 
 def task_from_wire(wire: Mapping[str, Any]) -> Task:
-    return Task(**{**wire, "messages": tuple(message_from_wire(m) for m in wire["messages"])})
+    fields_of = dict(wire)
+    fields_of["messages"] = tuple(message_from_wire(m) for m in wire["messages"])
+    return Task(**fields_of)
 
 
 def message_to_wire(message: Message) -> list[Any]:
@@ -171,7 +173,7 @@ def _messages_to_wire(messages: Any, max_obs_bytes: int) -> tuple[list[list[Any]
             content = f"{kept}\n[cut: {size - room} of {size} bytes]"
             cut_bytes += size - room
         room = max(room - size, 0)
-        wire = [message.role, content]
+        wire: list[Any] = [message.role, content]
         if message.tool_calls:
             wire.append(_calls_to_wire(message.tool_calls))
         out.append(wire)

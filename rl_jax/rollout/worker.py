@@ -211,7 +211,7 @@ class EnvPool:
             for worker in self._workers.values():
                 await worker.ready()
             first = next(iter(self._workers.values()))
-            self._offers = first.offers
+            self._offers = first.offers or {}
             for tag in self._tags:
                 for split in self.splits(tag):
                     self._tasks[tag, split] = await self._fetch_tasks(first, tag, split)
@@ -344,7 +344,7 @@ class EnvPool:
             self.failed = EnvError(
                 "env_budget",
                 f"worker {name} ended {self._endings[name]} times in a row (rollout.max_env_failures={limit}) without "
-                f"a finished episode; the last: {worker.fault.detail}",
+                f"a finished episode; the last: {worker.fault}",
             )
             self._place_free.set()
             return

@@ -9,8 +9,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envs import read_config
@@ -44,7 +44,7 @@ class EchoEnv:
 
     @classmethod
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
-        config = read_config(EchoConfig, cfg)
+        config: EchoConfig = read_config(EchoConfig, cfg)
         if split not in cls.splits:
             raise ValueError(f"echo has no split {split!r}; use one of {', '.join(cls.splits)}")
         first = 0 if split == "train" else config.num_tasks
@@ -100,14 +100,13 @@ class MisbehavingEnv(EchoEnv):
 
     @classmethod
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
-        config = read_config(MisbehavingConfig, cfg)
+        config: MisbehavingConfig = read_config(MisbehavingConfig, cfg)
         if config.at == "tasks":
             FAULTS[config.fault]()
-        tasks = EchoEnv.tasks({"num_tasks": config.num_tasks}, split)
+        tasks = list(EchoEnv.tasks({"num_tasks": config.num_tasks}, split))
         for i, task in enumerate(tasks):
-            task.payload.update(
-                fault=config.fault, at=config.at if i % config.every == 0 else "never"
-            )
+            at = config.at if i % config.every == 0 else "never"
+            tasks[i] = replace(task, payload={**task.payload, "fault": config.fault, "at": at})
         return tasks
 
     def reset(self, task: Task, seed: int) -> StepResult:
@@ -134,7 +133,7 @@ class MisbehavingScorer:
         answer = task.payload["answer"]
         if answer in FAULTS:
             return FAULTS[answer]()
-        values = {
+        values: dict[str, Any] = {
             "zero": 0.0,
             "minus_zero": -0.0,
             "one": 1,
@@ -185,7 +184,11 @@ def _text(content: Any) -> StepResult:
     return StepResult((Message("user", content),), 0.0)
 
 
-FAULTS = {
+def _step(reward: Any) -> StepResult:
+    return StepResult((), reward, True)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
     "raise": _raise,
     "exit": _exit,
     "sys_exit": lambda: sys.exit(3),
@@ -194,10 +197,10 @@ FAULTS = {
     "hang": _hang,
     "spin": _spin,
     "print": _print,
-    "none_reward": lambda: StepResult((), None, True),
-    "nan_reward": lambda: StepResult((), math.nan, True),
-    "text_reward": lambda: StepResult((), "1.0", True),
-    "huge_reward": lambda: StepResult((), 10**400, True),
+    "none_reward": lambda: _step(None),
+    "nan_reward": lambda: _step(math.nan),
+    "text_reward": lambda: _step("1.0"),
+    "huge_reward": lambda: _step(10**400),
     "nan_info": lambda: StepResult((), 0.0, info={"x": math.nan}),
     "number": lambda: 1,
     "huge_text": lambda: _text("x" * 50_000_000),
