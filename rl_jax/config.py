@@ -34,7 +34,8 @@ USAGE = f"""usage: python -m rl_jax.launch [--config=FILE.py[:arg]] [--config.a.
                               [--mode={"|".join(MODES)}] [--run_dir=DIR]
                               [--resume=auto|never|strict|STEP|PATH] [--progress=plain|json|none] [--dry_run]
 
-  --config     the experiment; a file or a name of rl_jax/configs (default: quickstart)
+  --config     the experiment; a file or a name of rl_jax/configs
+               (default: the config of the run in --run_dir if it holds one, else quickstart)
   --config.a.b one value of it, e.g. --config.learner.learning_rate=3e-4 --config.tasks.sources[0].config.num_maps=32
   --mesh       replaces its mesh; a file or a name of mesh_configs, e.g. --mesh=split_8
   --mode       train; eval: only evaluate; rollout_only: sample and save episodes; train_only: train on saved ones
@@ -59,7 +60,7 @@ class LaunchOptions:
     dry_run: bool = False
     run_dir: str = ""  # "" = a new directory under runs/
     resume: str = "auto"
-    config_file: str = QUICKSTART
+    config_file: str = ""  # "" = that of a run directory that holds a run, else the quickstart
     mesh_file: str = ""
     overrides: tuple[str, ...] = ()  # as given, for the record
 
@@ -76,7 +77,13 @@ def parse(argv: Sequence[str]) -> Parsed:
     if errors:  # its tables would be read from the wrong place
         raise ConfigError(errors)
     options, overrides = _split_argv(argv, errors)
-    config = _load(options.config_file, ROOT / "rl_jax" / "configs", errors)
+    stored = Path(options.run_dir) / "config.json"
+    if options.config_file:
+        config = _load(options.config_file, ROOT / "rl_jax" / "configs", errors)
+    elif options.run_dir and stored.is_file():
+        config = _load_stored(stored, errors)
+    else:
+        config = _load(QUICKSTART, ROOT / "rl_jax" / "configs", errors)
     if options.mesh_file:
         mesh = _load(options.mesh_file, ROOT / "mesh_configs", errors)
         if mesh is not None and config is not None:
@@ -185,7 +192,7 @@ def _options(
         dry_run=dry_run in ("true", "1"),
         run_dir=chosen.get("run_dir", ""),
         resume=resume,
-        config_file=chosen.get("config", QUICKSTART),
+        config_file=chosen.get("config", ""),
         mesh_file=chosen.get("mesh", ""),
         overrides=tuple(f"{key}={text}" for key, text in overrides),
     )
@@ -237,6 +244,17 @@ def _load(spec: str, library: Path, errors: list[str]) -> ConfigDict | None:
         )
         return None
     return config
+
+
+def _load_stored(path: Path, errors: list[str]) -> ConfigDict | None:
+    """The config a run directory keeps: data, so that going on with a run needs no config file."""
+    try:
+        return ConfigDict(json.loads(path.read_text(encoding="utf-8")), type_safe=False)
+    except (OSError, ValueError, TypeError) as error:
+        errors.append(
+            f"{path}: cannot be read ({error}); name the config file with --config=FILE.py"
+        )
+        return None
 
 
 def _call_get_config(module: Any, arg: str) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 from rl_jax import schema
 from rl_jax.settings import Settings
 
-CONFIG, LOCK = "config.json", "LOCK"
+CONFIG, LOCK, PLAN = "config.json", "LOCK", "plan.json"  # the plan is what a dry run leaves
 CHECKPOINTS, LOGS = "checkpoints", "logs"
 
 # Keys that may change when a run is resumed: how long, how often, how patient, how many hands. All others decide what
@@ -160,7 +160,9 @@ def _stored_config(path: Path) -> dict[str, Any] | None:
         except ValueError:
             pass
         raise RunDirError(f"{path / CONFIG} cannot be read; use another --run_dir")
-    others = sorted(p.name for p in path.iterdir() if p.name != LOCK and not p.name.startswith("."))
+    others = sorted(
+        p.name for p in path.iterdir() if p.name not in (LOCK, PLAN) and p.name[0] != "."
+    )
     if others:
         raise RunDirError(
             f"{path} holds {', '.join(others[:3])}{' ...' if len(others) > 3 else ''} but no run;"

@@ -125,6 +125,7 @@ class RunDir:
         self._handlers = [file, console]
         logger = logging.getLogger("rl_jax")
         logger.setLevel(logging.INFO)
+        logger.propagate = False  # some libraries give the root logger a handler: each line would come twice
         for handler in self._handlers:
             logger.addHandler(handler)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_jax import schema
-from rl_jax.config import ConfigError, default_config, parse, resolved_python
+from rl_jax.config import ConfigError, default_config, parse, resolved_json, resolved_python
 from rl_jax.settings import MeshSettings, PoolSettings, RolloutSettings, Settings, TaskSource
 from rl_jax.validate import CHOICES, INTERVALS, NAMES, check, foreign_packages
 
@@ -165,7 +165,6 @@ def test_unknown_key_answers_in_a_second_without_jax():
 
 def test_no_words_is_the_quickstart():
     parsed = parse([])
-    assert parsed.options.config_file == "rl_jax/configs/quickstart.py"
     assert parsed.options.mode == "train" and parsed.options.resume == "auto"
     assert [s.tag for s in parsed.settings.tasks.sources] == ["frozen_lake", "chain_sum"]
     assert check(parsed.settings) == []
@@ -330,6 +329,22 @@ def test_resolved_python_gives_the_same_settings(tmp_path):
     ).settings
     (tmp_path / "config.resolved.py").write_text(resolved_python(settings))
     assert parse([f"--config={tmp_path}/config.resolved.py"]).settings == settings
+
+
+def test_run_directory_brings_its_own_config(tmp_path):
+    settings = parse(
+        ["--config.seed=5", "--config.tasks.sources[0].config.num_maps=9", "--config.run_id=r"]
+    ).settings
+    (tmp_path / "config.json").write_text(resolved_json(settings))
+    again = parse([f"--run_dir={tmp_path}"]).settings
+    assert again == settings
+    longer = parse(
+        [f"--run_dir={tmp_path}", "--config.steps=999", "--config.tasks.sources[0].tag=x"]
+    ).settings
+    assert (longer.steps, longer.seed, longer.tasks.sources[0].tag) == (999, 5, "x")
+    assert parse([f"--run_dir={tmp_path}", "--config=quickstart"]).settings.seed == 0
+    (tmp_path / "config.json").write_text("{")
+    assert "name the config file with --config=FILE.py" in errors_of(f"--run_dir={tmp_path}")[0]
 
 
 def test_settings_survive_the_way_through_a_tree():

@@ -175,6 +175,7 @@ def test_killed_before_config_json_counts_as_empty(tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "LOCK").write_text("pid 1\n")
     (tmp_path / "r" / ".config.json.1").write_text("{")
+    (tmp_path / "r" / "plan.json").write_text("{}")  # of a dry run
     assert opened(tmp_path / "r", resume="never").attempt == 0
 
 
