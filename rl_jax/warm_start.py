@@ -30,15 +30,15 @@ def warm_start(
     if len(groups) < size:
         raise ValueError(
             f"warm_start.batch_episodes={size} but only {len(groups)} scripted episodes were made;"
-            " lower it or raise warm_start.episodes"
+            " lower it or raise tasks.sources[..].script_episodes"
         )
     sft = AlgorithmSettings(name="sft", aggregation="token-mean")
     order: list[Group] = []
     loss = float("nan")
     rng = random.Random(seed)
     for step in range(1, settings.steps + 1):
-        if len(order) < size:
-            order += rng.sample(list(groups), len(groups))
+        if len(order) < size:  # the rest of a pass sits out: no episode is twice in a batch
+            order = rng.sample(list(groups), len(groups))
         batch_groups, order = order[:size], order[size:]
         batch = pack(batch_groups, learner.settings)
         batch, _ = with_advantages(batch, batch_groups, {}, learner.algorithm, None, sft)

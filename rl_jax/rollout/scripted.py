@@ -126,9 +126,8 @@ async def scripted_trajectories(
         task = tasks[i % len(tasks)]
         async with live:
             for attempt in range(MAX_ATTEMPTS):
-                ref = EpisodeRef(
-                    f"script/{i}/0", attempt, f"script/{i}", SCRIPT_EPOCH, i, 0, task.tag
-                )
+                group = f"script/{task.tag}/{i}"
+                ref = EpisodeRef(f"{group}/0", attempt, group, SCRIPT_EPOCH, i, 0, task.tag)
                 episode = Episode(ref, task, plan.seed, rules)
                 await run_episode(episode, tools, lambda: None)
                 if episode.outcome is not Outcome.FAILED:
