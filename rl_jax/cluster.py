@@ -6,6 +6,7 @@ joins them. The train mesh is handed to the learner; the servers are the sync's 
 Must not: decide when anything happens (driver), or move weights (weights).
 """
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.serve.router import Router
 from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.settings import Settings
+
+LOG = logging.getLogger(__name__)
 
 
 class InProcCluster:
@@ -61,5 +64,9 @@ class InProcCluster:
             server.start()
 
     def close(self) -> None:
+        """End the servers; one whose thread does not end (it may be compiling) is left behind, loudly."""
         for server in self.targets:
-            server.close()
+            try:
+                server.close()
+            except TimeoutError as error:
+                LOG.warning("%s; it is left behind", error)

@@ -8,7 +8,9 @@ Must not: hold a rule of its own about values (validate.py) or about order (driv
 """
 
 import importlib
+import os
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,5 +67,15 @@ def resolve(name: str, table: Mapping[str, Any]) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def leave(code: int) -> None:
+    """End the process. A server's thread that is stuck in a compile would crash an orderly exit of the interpreter."""
+    stuck = [t.name for t in threading.enumerate() if t.daemon and t.name.startswith("serve-")]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if stuck:
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
