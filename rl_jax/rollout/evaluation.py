@@ -76,7 +76,9 @@ class Evaluation:
     async def run(
         self, name: str, tasks: Sequence[Task], sampling: EvalSettings, version: int
     ) -> EvalResult:
-        """Raises RuntimeError if no task at all got a score within sampling.timeout_s."""
+        """Raises RuntimeError if no task at all got a score within sampling.timeout_s, ValueError without tasks."""
+        if not tasks:
+            raise ValueError(f"evaluation {name} has no tasks")
         start_s = time.monotonic()
         rules = replace(
             self.rules,

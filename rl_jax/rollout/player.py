@@ -182,4 +182,6 @@ def _ref(t: Trajectory) -> EpisodeRef:
 
 def _write_json(path: Path, record) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="ascii")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="ascii")
+    temporary.replace(path)

@@ -1,5 +1,6 @@
 """Shared set-up of the rollout's tests: a rollout whose environments, sampler and stream are the shipped fakes."""
 
+import json
 import re
 from contextlib import contextmanager
 from dataclasses import replace
@@ -86,8 +87,6 @@ class World:
 
     def records(self):
         """All ledger records so far."""
-        import json
-
         self.ledger.flush()
         return [json.loads(line) for line in self.ledger.path.read_text().splitlines()]
 

@@ -450,6 +450,10 @@ def test_names_and_tags_are_checked_without_a_process():
         EnvPool([TaskSource("a", "frozen_lake", "exact")], RolloutSettings())
     with pytest.raises(ValueError, match="has a tag twice: a, a"):
         EnvPool([TaskSource("a"), TaskSource("a")], RolloutSettings())
+    with pytest.raises(
+        ValueError, match="config of task source 'a' cannot go to a worker as JSON: .*; use plain"
+    ):
+        EnvPool([TaskSource("a", config={"map_seed": {1}})], RolloutSettings())
 
 
 DRIVER = """
