@@ -34,8 +34,7 @@ from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
 from rl_jax.types import Action, EpisodeView, Failure, Reward, StepResult, Task
 
 FREE_RESTARTS = 2  # replacements without a pause
-MAX_PAUSE_S = 5.0
-FIRST_PAUSE_S = 0.1
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before the later ones; doubles each time
 
 
 class EnvError(Exception):
@@ -215,9 +214,11 @@ class EnvPool:
             for tag in self._tags:
                 for split in self.splits(tag):
                     self._tasks[tag, split] = await self._fetch_tasks(first, tag, split)
-        except WorkerFault as fault:
+        except BaseException as error:  # an interrupt too must leave no process behind
             await self.close()
-            raise self.charge(fault) from None
+            if isinstance(error, WorkerFault):
+                raise self.charge(error) from None
+            raise
         for worker in self._workers.values():
             worker.detach()
 
@@ -367,13 +368,20 @@ class EnvPool:
 
 
 def _source_to_wire(source: TaskSource) -> dict[str, Any]:
-    return {
+    out = {
         "tag": source.tag,
         "env": source.env,
         "reward": source.reward,
         "config": _plain(source.config),
         "target": _target("environment", source.env, ENVS),
     }
+    try:
+        wire.dumps(out)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the config of task source {source.tag!r} cannot go to a worker as JSON: {error}; use plain values"
+        ) from None
+    return out
 
 
 def _target(kind: str, name: str, table: Mapping[str, str]) -> str:
