@@ -1,6 +1,8 @@
 """Weights from the train mesh to every server: plan, transport, commit; owns which version is published.
 
 plan.py checks names, shapes, dtypes and shardings of both sides once, before step 0, and cuts the parameters into
-buckets. layout.py finds, by geometry, a layout on the train mesh from which every server's shards are whole per-device
-copies. transport.py moves one bucket. lanes.py gives every wait a deadline. sync.py runs the protocol.
+buckets. Two transports move a bucket, under one conformance suite: packed_copy.py (each source device packs what each
+target device needs; no collective; the default) and reshard_copy.py (a collective into the target's layout on the train
+mesh, then shard to shard). layout.py is the arithmetic on shardings they share. lanes.py gives every wait a deadline.
+sync.py runs the protocol.
 """

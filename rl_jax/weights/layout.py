@@ -105,6 +105,21 @@ def contains(outer: Box, inner: Box) -> bool:
     return all(o[0] <= i[0] and i[1] <= o[1] for o, i in zip(outer, inner, strict=True))
 
 
+def intersection(a: Box, b: Box) -> Box | None:
+    """What lies in both; None if nothing does."""
+    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def shift(box: Box, outer: Box) -> Box:
+    """box in the indices of the shard `outer`."""
+    return tuple((b[0] - o[0], b[1] - o[0]) for b, o in zip(box, outer, strict=True))
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
 def _nests(
     source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], parts: int
 ) -> bool:
@@ -115,9 +130,7 @@ def _nests(
 
 
 def _cut(outer: Box, inner: Box) -> Box | None:
-    if outer == inner:
-        return None
-    return tuple((i[0] - o[0], i[1] - o[0]) for o, i in zip(outer, inner, strict=True))
+    return None if outer == inner else shift(inner, outer)
 
 
 def _leading(axes: dict[str, int], parts: int) -> dict[str, int] | None:

@@ -1,7 +1,7 @@
 """SyncPlan: everything about a sync that is known before the first step, checked once.
 
-Owns: names, shapes, dtypes, shardings on both sides, the byte-sized buckets, and per target where each of its shards
-comes from. A plan that builds can be carried out: every error is found here, all at once, with the parameter's name.
+Owns: names, shapes, dtypes, shardings on both sides, and the byte-sized buckets. A plan that builds can be carried out
+by any transport: every error is found here, all at once, with the parameter's name.
 Invariants: every parameter is in exactly one bucket, in the model's order; a bucket holds at least one parameter and at
 most `bucket_bytes`, unless one parameter alone is larger; floating parameters are served in `dtype`, others as trained.
 Must not: touch arrays.
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from rl_jax.settings import WeightSettings
-from rl_jax.weights.layout import Piece, SourceLayout, pieces, same_layout, source_layout
 
 Axes = Mapping[str, tuple[str | None, ...]]
 
@@ -44,34 +43,20 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Staging:
-    """One layout on the source mesh; targets with equal layouts share it."""
+class Target:
+    """One server as the plan knows it."""
 
-    layout: SourceLayout
-    shardings: Mapping[str, NamedSharding]  # of every parameter
-    as_is: frozenset[
-        str
-    ]  # parameters the train state already holds so, in the served dtype: nothing to compute
-
-
-@dataclass(frozen=True)
-class Route:
-    """How one target is reached."""
-
-    target: str
-    staging: int  # index into SyncPlan.stagings
-    shardings: Mapping[str, NamedSharding]  # on the target's mesh
-    whole: frozenset[str]  # parameters copied as one array: shard i to shard i, disjoint devices
-    pieces: Mapping[str, tuple[Piece, ...]]  # of the others, per target device
-    num_bytes: int  # that arrive, over all of the target's devices
+    name: str
+    mesh: Mesh
+    shardings: Mapping[str, NamedSharding]  # of every parameter, on its mesh
+    num_bytes: int  # as served, over all its devices
 
 
 @dataclass(frozen=True)
 class SyncPlan:
     parameters: Mapping[str, Parameter]
     buckets: tuple[Bucket, ...]
-    stagings: tuple[Staging, ...]
-    routes: Mapping[str, Route]  # by target name
+    targets: Mapping[str, Target]
     train_mesh: Mesh
     dtype: jnp.dtype  # of served floating parameters
 
@@ -101,9 +86,9 @@ class SyncPlan:
             )
             for name, a in abstract.items()
         }
-        stagings, routes = _routes(parameters, train_mesh, targets)
         buckets = _buckets(parameters, settings.bucket_bytes)
-        return cls(parameters, buckets, stagings, routes, train_mesh, jnp.dtype(dtype))
+        planned = {t.name: _target(t, parameters) for t in targets}
+        return cls(parameters, buckets, planned, train_mesh, jnp.dtype(dtype))
 
     @property
     def num_bytes(self) -> int:
@@ -112,17 +97,24 @@ class SyncPlan:
 
     def describe(self) -> str:
         """One line a target, for the log at start."""
-        head = f"weights: {len(self.parameters)} parameters, {self.num_bytes / 1e6:.1f} MB, {len(self.buckets)} buckets"
+        head = (
+            f"weights: {len(self.parameters)} parameters, {self.num_bytes / 1e6:.1f} MB as {self.dtype},"
+            f" {len(self.buckets)} buckets of at most {max(b.num_bytes for b in self.buckets) / 1e6:.1f} MB"
+        )
         lines = [
-            f"  {r.target}: layout {r.staging}, {r.num_bytes / 1e6:.1f} MB over {len(_devices(r))} devices,"
-            f" {len(r.whole)} parameters shard to shard, {len(r.pieces)} by pieces"
-            for r in self.routes.values()
+            f"  {t.name}: {t.num_bytes / 1e6:.1f} MB over {t.mesh.size} devices"
+            for t in self.targets.values()
         ]
         return "\n".join([head, *lines])
 
 
-def _devices(route: Route) -> set:
-    return {d for s in route.shardings.values() for d in s.device_set}
+def _target(target: Any, parameters: Mapping[str, Parameter]) -> Target:
+    places = {name: target.param_shardings[name] for name in parameters}
+    num_bytes = sum(
+        math.prod(places[name].shard_shape(p.shape)) * p.served.itemsize * target.mesh.size
+        for name, p in parameters.items()
+    )
+    return Target(target.name, target.mesh, places, num_bytes)
 
 
 def _served(trained: Any, dtype: Any) -> jnp.dtype:
@@ -130,71 +122,31 @@ def _served(trained: Any, dtype: Any) -> jnp.dtype:
 
 
 def _buckets(parameters: Mapping[str, Parameter], bucket_bytes: int) -> tuple[Bucket, ...]:
-    buckets: list[Bucket] = []
-    names: list[str] = []
-    size = 0
+    """Parameters in order. A layer is not cut where it fits, so that buckets of equal layers compile once."""
+    layers: dict[str, list[Parameter]] = {}
     for p in parameters.values():
-        if names and size + p.num_bytes > bucket_bytes:
-            buckets.append(Bucket(len(buckets), tuple(names), size))
-            names, size = [], 0
-        names.append(p.name)
-        size += p.num_bytes
-    return (*buckets, Bucket(len(buckets), tuple(names), size))
+        layers.setdefault(_layer(p.name), []).append(p)
+    buckets: list[Bucket] = []
+    for layer in layers.values():
+        size = sum(p.num_bytes for p in layer)
+        joins = buckets and size <= bucket_bytes - buckets[-1].num_bytes
+        for p in layer:
+            last = buckets[-1] if buckets else None
+            fits = last is not None and last.num_bytes + p.num_bytes <= bucket_bytes
+            if last is None or not fits or (not joins and p is layer[0]):
+                buckets.append(Bucket(len(buckets), (p.name,), p.num_bytes))
+            else:
+                buckets[-1] = Bucket(
+                    last.index, (*last.names, p.name), last.num_bytes + p.num_bytes
+                )
+    return tuple(buckets)
 
 
-def _routes(
-    parameters: Mapping[str, Parameter], train_mesh: Mesh, targets: Sequence[Any]
-) -> tuple[tuple[Staging, ...], dict[str, Route]]:
-    """Stagings shared by targets whose shards lie alike, and each target's route out of its staging."""
-    stagings: dict[tuple, Staging] = {}
-    turns: dict[tuple, int] = {}  # targets of a staging so far: the next takes the next replica
-    routes = {}
-    for target in targets:
-        layout = source_layout(train_mesh, target.mesh)
-        shardings = {
-            name: layout.sharding(target.param_shardings[name], p.shape)
-            for name, p in parameters.items()
-        }
-        apart = not set(layout.mesh.devices.flat) & set(target.mesh.devices.flat)
-        key = (layout.mesh, tuple(shardings.items()), apart)
-        turn = turns.setdefault(key, 0)
-        turns[key] += 1
-        if key not in stagings:
-            # A server on train devices keeps what is staged: it must own a copy, for the learner donates its state.
-            as_is = _as_is(parameters, shardings) if apart else frozenset()
-            stagings[key] = Staging(layout, shardings, as_is)
-        staging = list(stagings).index(key)
-        routes[target.name] = _route(parameters, target, staging, stagings[key], apart, turn)
-    return tuple(stagings.values()), routes
-
-
-def _as_is(
-    parameters: Mapping[str, Parameter], shardings: Mapping[str, NamedSharding]
-) -> frozenset[str]:
-    return frozenset(
-        name
-        for name, p in parameters.items()
-        if p.served == p.trained and same_layout(p.source, shardings[name], p.shape)
-    )
-
-
-def _route(
-    parameters: Mapping[str, Parameter],
-    target: Any,
-    index: int,
-    staging: Staging,
-    apart: bool,
-    turn: int,
-) -> Route:
-    whole, cut, num_bytes = set(), {}, 0
-    for name, p in parameters.items():
-        here, there = staging.shardings[name], target.param_shardings[name]
-        num_bytes += math.prod(there.shard_shape(p.shape)) * p.served.itemsize * target.mesh.size
-        if apart and same_layout(here, there, p.shape):
-            whole.add(name)
-        else:
-            cut[name] = pieces(here, there, p.shape, staging.layout.parts, turn)
-    return Route(target.name, index, dict(target.param_shardings), frozenset(whole), cut, num_bytes)
+def _layer(name: str) -> str:
+    """The name up to its first number: all of "layers.3"; a name without one is its own."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else name
 
 
 def _errors(abstract, logical_axes, train_mesh, train_shardings, targets, settings) -> list[str]:
@@ -203,6 +155,9 @@ def _errors(abstract, logical_axes, train_mesh, train_shardings, targets, settin
         errors.append(f"weights.bucket_bytes={settings.bucket_bytes} must be at least 1")
     if not abstract:
         errors.append("the model has no parameters")
+    errors += [
+        f"parameter {n} of shape {a.shape} is empty" for n, a in abstract.items() if 0 in a.shape
+    ]
     names = [t.name for t in targets]
     if len(set(names)) < len(names):
         errors.append(

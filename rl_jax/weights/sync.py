@@ -2,7 +2,7 @@
 
 Owns: the published version, and which servers take part. Life of one sync (steps 1 and 2 together, and each half of
 step 3, have `deadline_s`; a server that lets it pass is out, and the others get it anew):
-1. Each bucket is sent (transport.py), its digest is begun on the train state, and each server stages it in shadow
+1. Each bucket is sent (a transport), its digest is begun on the train state, and each server stages it in shadow
    buffers while it goes on serving the old version. At most IN_FLIGHT buckets are under way, which bounds memory.
 2. Each server's digest of what it staged must equal the train state's, parameter by parameter.
 3. Prefill servers commit, then decode servers: each swaps pointers between two of its blocks and acknowledges.
@@ -29,8 +29,8 @@ from kernels import digest
 from rl_jax.settings import WeightSettings
 from rl_jax.types import Ack, Digest, SyncResult, SyncTarget
 from rl_jax.weights.lanes import Lane, Overdue, wait
+from rl_jax.weights.packed_copy import Arrays, PackedCopy
 from rl_jax.weights.plan import Bucket, SyncPlan
-from rl_jax.weights.transport import Arrays, DeviceCopy
 
 IN_FLIGHT = 3  # buckets: one being resharded, one being copied, one being digested and staged
 NO_DECODE = "no decode server is left"
@@ -51,15 +51,15 @@ class WeightSync:
         settings: WeightSettings,
         transport: Any = None,
     ):
-        """transport: has DeviceCopy's `send`; a DeviceCopy of the plan unless given."""
+        """transport: has PackedCopy's `send`; a PackedCopy of the plan unless given."""
         names = {t.name for t in targets}
-        if names != set(plan.routes):
+        if names != set(plan.targets):
             raise ValueError(
-                f"the sync plan is for servers {sorted(plan.routes)}, got {sorted(names)}"
+                f"the sync plan is for servers {sorted(plan.targets)}, got {sorted(names)}"
             )
         self.plan, self.settings = plan, settings
         self.version = -1  # of the last published weights; -1 before the first
-        self._transport = DeviceCopy(plan) if transport is None else transport
+        self._transport = PackedCopy(plan) if transport is None else transport
         self._targets = {t.name: t for t in targets}
         self._lanes = {name: Lane(name) for name in (*self._targets, "train")}
         self._fenced: dict[str, str] = {}  # server -> why
@@ -261,13 +261,13 @@ class _Attempt:
     def result(self, state: str, cause: str) -> SyncResult:
         failures = [f"{name}: {why}" for name, why in {**self.sync.fenced, **self.failed}.items()]
         published = state in ("PUBLISHED", "PARTIAL")
-        routes = self.sync.plan.routes
+        planned = self.sync.plan.targets
         return SyncResult(
             state=state,
             version=self.version if published else self.sync.version,
             acked=tuple(a.server for a in self.acks),
             fenced=tuple(self.sync.fenced),
-            num_bytes=sum(routes[name].num_bytes for name in self.targets),
+            num_bytes=sum(planned[name].num_bytes for name in self.targets),
             stage_s=self.stage_s,
             pause_s=max((a.pause_s for a in self.acks), default=0.0),
             detail="; ".join(filter(None, [cause, *failures])),

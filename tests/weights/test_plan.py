@@ -1,6 +1,10 @@
 """SyncPlan: buckets and what is refused at the start."""
 
+from types import SimpleNamespace
+
 import pytest
+
+from rl_jax.weights.plan import _buckets
 
 
 def test_every_parameter_is_in_one_bucket_within_its_bytes(kit):
@@ -13,7 +17,29 @@ def test_every_parameter_is_in_one_bucket_within_its_bytes(kit):
         assert all(b.num_bytes <= limit or len(b.names) == 1 for b in plan.buckets)
         assert sum(b.num_bytes for b in plan.buckets) == plan.num_bytes
     assert len(plan.buckets) == 1
-    assert "decode.0: layout 0" in plan.describe()
+    assert "8 parameters" in plan.describe()
+    assert "decode.0: " in plan.describe()
+
+
+def test_equal_layers_make_equal_buckets(kit):
+    """So that they compile once; a layer is cut only where it is larger than a bucket."""
+    sizes = {
+        "embed": 90,
+        **{f"layers.{i}.{n}": s for i in range(3) for n, s in (("a", 30), ("b", 20))},
+        "head": 40,
+    }
+    for limit, want in (
+        (50, [1, 2, 2, 2, 1]),
+        (100, [1, 4, 3]),
+        (140, [3, 5]),
+        (30, [1, 1, 1, 1, 1, 1, 1, 1]),
+        (1000, [8]),
+    ):
+        buckets = _buckets(
+            {n: SimpleNamespace(name=n, num_bytes=s) for n, s in sizes.items()}, limit
+        )
+        assert [len(b.names) for b in buckets] == want
+        assert [n for b in buckets for n in b.names] == list(sizes)
 
 
 def test_bytes_are_counted_in_the_served_dtype(kit):

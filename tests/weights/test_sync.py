@@ -9,8 +9,8 @@ import pytest
 
 from rl_jax.settings import WeightSettings
 from rl_jax.weights.lanes import Lane, Overdue, wait
+from rl_jax.weights.packed_copy import PackedCopy
 from rl_jax.weights.sync import WeightSync
-from rl_jax.weights.transport import DeviceCopy
 
 
 class Fleet:
@@ -96,7 +96,7 @@ def test_published_weights_are_the_trained_ones_on_every_server(fleet):
     result = f.sync.publish(f.train.params, 0)
     assert (result.state, result.version, f.sync.version) == ("PUBLISHED", 0, 0)
     assert set(result.acked) == set(f.servers)
-    assert result.num_bytes == sum(r.num_bytes for r in f.sync.plan.routes.values())
+    assert result.num_bytes == sum(r.num_bytes for r in f.sync.plan.targets.values())
     assert 0 <= result.pause_s < result.stage_s
     for name, server in f.servers.items():
         assert server.version == 0
@@ -222,7 +222,7 @@ def test_transport_that_moves_nothing_is_detected(fleet, kit):
         """Says it sent the bucket, but sends what it sent first."""
 
         def __init__(self, plan):
-            self._real, self._sent = DeviceCopy(plan), {}
+            self._real, self._sent = PackedCopy(plan), {}
 
         def send(self, params, names, targets):
             if names not in self._sent:
@@ -239,7 +239,7 @@ def test_transport_that_moves_nothing_is_detected(fleet, kit):
 
 
 def test_train_mesh_failure_aborts_with_the_bucket(fleet):
-    class Broken(DeviceCopy):
+    class Broken(PackedCopy):
         def send(self, params, names, targets):
             if "down" in names:
                 raise MemoryError("out of memory")

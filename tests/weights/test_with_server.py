@@ -1,4 +1,4 @@
-"""WeightSync with a real DecodeServer: the trained weights are what it samples from, under the published version."""
+"""WeightSync with a real DecodeServer: it samples from the trained weights, under the published version."""
 
 import queue
 
@@ -13,9 +13,9 @@ from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.settings import EngineSettings, ServeSettings, WeightSettings
 from rl_jax.testing.tiny_model import tiny_model
 from rl_jax.types import TurnRequest
+from rl_jax.weights.packed_copy import PackedCopy
 from rl_jax.weights.plan import SyncPlan
 from rl_jax.weights.sync import WeightSync
-from rl_jax.weights.transport import DeviceCopy
 
 ENGINE = EngineSettings(slots=4, context=64, steps_per_block=4, chunk_sizes=(32,), chunk_requests=4)
 SETTINGS = WeightSettings(deadline_s=60.0, bucket_bytes=20_000)
@@ -82,7 +82,7 @@ def test_server_samples_from_the_published_weights_and_keeps_them_when_a_sync_ab
     tokens, logprobs, versions = sample(server, "a")
     assert (tokens, versions) == (greedy_ref(model, first), [0] * 8)
 
-    class Lossy(DeviceCopy):
+    class Lossy(PackedCopy):
         def send(self, params, names, targets):
             sent = super().send(params, names, targets)
             return {t: {n: x * 1.001 for n, x in arrays.items()} for t, arrays in sent.items()}

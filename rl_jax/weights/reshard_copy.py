@@ -14,22 +14,44 @@ Must not: wait, retry or know about versions; that is sync.py.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from rl_jax.weights.layout import Box, same_layout
-from rl_jax.weights.plan import Parameter, Route, Staging, SyncPlan
+from rl_jax.weights.layout import Box, Piece, SourceLayout, pieces, same_layout, source_layout
+from rl_jax.weights.plan import Parameter, SyncPlan, Target
 
 Arrays = dict[str, jax.Array]
 
 
-class DeviceCopy:
-    """The transport for meshes of one process. Owns the compiled programs; a bucket shape compiles once."""
+@dataclass(frozen=True)
+class Staging:
+    """One layout on the source mesh; targets with equal layouts share it."""
+
+    layout: SourceLayout
+    shardings: Mapping[str, NamedSharding]  # of every parameter
+    as_is: frozenset[str]  # parameters the train state holds so, in the served dtype: nothing to do
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one target is reached."""
+
+    target: str
+    staging: int  # index into the transport's stagings
+    shardings: Mapping[str, NamedSharding]  # on the target's mesh
+    whole: frozenset[str]  # parameters copied as one array: shard i to shard i, disjoint devices
+    pieces: Mapping[str, tuple[Piece, ...]]  # of the others, per target device
+
+
+class ReshardCopy:
+    """A transport for meshes of one process. Owns the compiled programs; a bucket of new shapes compiles once."""
 
     def __init__(self, plan: SyncPlan):
         self.plan = plan
+        self.stagings, self.routes = _routes(plan)
         self._programs: dict[tuple, jax.stages.Wrapped] = {}
 
     def send(
@@ -38,9 +60,9 @@ class DeviceCopy:
         """Args:    params: the train state's, placed as planned. names: of one bucket. targets: server names.
         Returns: per target name -> array on its mesh; still being computed and copied when this returns.
         """
-        routes = [self.plan.routes[t] for t in targets]
+        routes = [self.routes[t] for t in targets]
         staged = {
-            index: self._stage(self.plan.stagings[index], params, names)
+            index: self._stage(self.stagings[index], params, names)
             for index in sorted({r.staging for r in routes})
         }
         copies = _Copies()
@@ -80,7 +102,7 @@ class DeviceCopy:
         for n in names:
             if n in route.whole:
                 assert same_layout(
-                    self.plan.stagings[route.staging].shardings[n],
+                    self.stagings[route.staging].shardings[n],
                     route.shardings[n],
                     staged[n].shape,
                 ), f"{route.target}: {n} would be resharded by a device_put"
@@ -110,6 +132,58 @@ class _Copies:
     def run(self) -> list[jax.Array]:
         """Where source and destination are one device, the staged buffer itself: it is nobody else's."""
         return jax.device_put(self._arrays, self._places) if self._arrays else []
+
+
+def _routes(plan: SyncPlan) -> tuple[tuple[Staging, ...], dict[str, Route]]:
+    """Stagings shared by targets whose shards lie alike, and each target's route out of its staging."""
+    stagings: dict[tuple, Staging] = {}
+    turns: dict[tuple, int] = {}  # targets of a staging so far: the next takes the next replica
+    routes = {}
+    for target in plan.targets.values():
+        layout = source_layout(plan.train_mesh, target.mesh)
+        shardings = {
+            name: layout.sharding(target.shardings[name], p.shape)
+            for name, p in plan.parameters.items()
+        }
+        apart = not set(layout.mesh.devices.flat) & set(target.mesh.devices.flat)
+        key = (layout.mesh, tuple(shardings.items()), apart)
+        turn = turns.setdefault(key, 0)
+        turns[key] += 1
+        if key not in stagings:
+            # A server on train devices keeps what is staged: it must own a copy, for the learner donates its state.
+            as_is = _as_is(plan.parameters, shardings) if apart else frozenset()
+            stagings[key] = Staging(layout, shardings, as_is)
+        staging = list(stagings).index(key)
+        routes[target.name] = _route(plan.parameters, target, staging, stagings[key], apart, turn)
+    return tuple(stagings.values()), routes
+
+
+def _as_is(
+    parameters: Mapping[str, Parameter], shardings: Mapping[str, NamedSharding]
+) -> frozenset[str]:
+    return frozenset(
+        name
+        for name, p in parameters.items()
+        if p.served == p.trained and same_layout(p.source, shardings[name], p.shape)
+    )
+
+
+def _route(
+    parameters: Mapping[str, Parameter],
+    target: Target,
+    index: int,
+    staging: Staging,
+    apart: bool,
+    turn: int,
+) -> Route:
+    whole, cut = set(), {}
+    for name, p in parameters.items():
+        here, there = staging.shardings[name], target.shardings[name]
+        if apart and same_layout(here, there, p.shape):
+            whole.add(name)
+        else:
+            cut[name] = pieces(here, there, p.shape, staging.layout.parts, turn)
+    return Route(target.name, index, target.shardings, frozenset(whole), cut)
 
 
 def _assemble(
