@@ -1,0 +1,91 @@
+"""`python -m rl_jax.launch` as a person types it: exit codes, one line an error, nothing left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_jax import launch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def launched(*words, cwd=ROOT, timeout=120):
+    """Run the command in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "rl_jax.launch", *words],
+        capture_output=True, text=True, cwd=cwd, timeout=timeout, env=env,
+    )  # fmt: skip
+
+
+def test_bad_words_exit_2_with_one_line_each_and_no_directory(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = launch.main(
+        ["--config.learner.learning_rat=1", "steps=3", "--config.rollout.batch_groups=7"]
+    )
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert len(lines) == 3 and all(line.startswith("error: ") for line in lines)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_error_answers_within_seconds_and_without_a_trace(tmp_path):
+    start = time.monotonic()
+    done = launched("--mesh=split_8", "--config.mesh.pools[2].devices=3", cwd=tmp_path)
+    assert time.monotonic() - start < 10.0, "about 1 s on an idle machine"
+    assert done.returncode == 2
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    assert "error: mesh pool train" in done.stderr and "it has 3" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_exits_0(capsys):
+    with pytest.raises(SystemExit) as caught:
+        launch.main(["--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: python -m rl_jax.launch")
+
+
+@pytest.mark.slow  # a process that imports jax and the environments
+def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path):
+    done = launched("--dry_run", f"--run_dir={tmp_path / 'r'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "decode.0" in done.stdout and "prefill.0" in done.stdout
+    assert [p.name for p in tmp_path.rglob("*")] == ["r", "plan.json"]
+    assert json.loads((tmp_path / "r" / "plan.json").read_text())["mesh"] == "split_8"
+
+
+@pytest.mark.slow
+def test_environment_that_cannot_be_imported_is_told_with_its_own_error(tmp_path):
+    (tmp_path / "broken_env.py").write_text("import a_library_that_is_not_here\n")
+    start = time.monotonic()
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "rl_jax.launch", f"--run_dir={tmp_path / 'r'}",
+            "--config.tasks.sources[0].env=broken_env:Env",
+        ],
+        capture_output=True, text=True, cwd=ROOT, timeout=120, env=env,
+    )  # fmt: skip
+    assert done.returncode == 4, done.stderr
+    assert (
+        "a_library_that_is_not_here" in done.stderr
+        and "Traceback (most recent call last)" not in done.stderr
+    )
+    assert not (tmp_path / "r").exists()
+    assert time.monotonic() - start < 60.0
+
+
+@pytest.mark.slow
+def test_directory_of_another_run_is_refused(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "thesis.tex").write_text("")
+    done = launched(f"--run_dir={tmp_path / 'r'}", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "holds thesis.tex but no run" in done.stderr
+    assert [p.name for p in (tmp_path / "r").iterdir()] == ["thesis.tex"]
