@@ -1,7 +1,7 @@
-"""Every part's frozen configuration: the one place where a default lives. stdlib only; config.py builds and checks them.
+"""Every part's frozen configuration: the one place where a default lives. stdlib only.
 
-A field's trailing comment gives its unit and range; `config.check` enforces it. No part sees the whole of `Settings`:
-each takes its own section.
+A field's comment gives its unit and range; validate.check enforces it, config.py builds the instances. No part sees the
+whole of `Settings`: each takes its own section.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,8 @@ class PoolSettings:
     kind: str = "colocated"  # prefill | decode | train | colocated
     devices: int | tuple[int, ...] = 1  # a number (the next free ones) or device indices
     replicas: int = 1  # servers that share the devices equally
-    axes: Mapping[str, int] = field(default_factory=dict)  # per server: data, fsdp, tensor, expert, context; absent = 1
+    # per server: data, fsdp, tensor, expert, context; absent = 1
+    axes: Mapping[str, int] = field(default_factory=dict)
     hardware: str = "cpu"  # hardware class, for affinity
     tags: tuple[str, ...] = ()  # task tags this pool is preferred for; () = any
     kv_heads: str = "error"  # replicate | error where tensor does not divide the kv heads
@@ -45,7 +46,8 @@ class PoolSettings:
 class MeshSettings:
     name: str = "one_device"
     pools: tuple[PoolSettings, ...] = (PoolSettings(),)
-    rules_train: tuple[tuple[str, str | tuple[str, ...]], ...] = ()  # (logical axis, mesh axis or axes)
+    # (logical axis, mesh axis or axes)
+    rules_train: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
     rules_serve: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
 
 
@@ -54,15 +56,18 @@ class EngineSettings:
     slots: int = 32  # live histories one server holds
     context: int = 256  # tokens a slot holds
     steps_per_block: int = 4  # decode steps per dispatch
-    chunk_sizes: tuple[int, ...] = (64, 512)  # packed prefill / append sizes that are compiled, ascending
+    # packed prefill / append sizes that are compiled, ascending
+    chunk_sizes: tuple[int, ...] = (64, 512)
     chunk_requests: int = 16  # most requests in one chunk
     num_stop_tokens: int = 4  # most stop token ids of one request
-    append_limit: int = 256  # longest suffix a decode server appends itself; longer ones go to a prefill server
+    # longest suffix a decode server appends itself; longer ones go to a prefill server
+    append_limit: int = 256
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    queue_size: int = 1024  # requests one server may hold waiting; one more is refused (TurnError queue_full)
+    # requests one server may hold waiting; one more is refused (TurnError queue_full)
+    queue_size: int = 1024
     turn_deadline_s: float = 60.0
     stop_deadline_s: float = 10.0  # for close() to join a server's thread
 
@@ -72,8 +77,10 @@ class TaskSource:
     tag: str = "frozen_lake"
     env: str = "frozen_lake"  # a name of ENVS, or "package.module:attribute"
     reward: str = "env"  # "env" = sum of the environment's step rewards, or a name of REWARDS
-    script_episodes: int = 512  # scripted episodes of the warm start, reused in shuffled passes; 0 = none of this tag
-    script_skill: float = 0.6  # share of them whose script is the solution, the rest act at random; 0..1
+    # scripted episodes of the warm start, reused in shuffled passes; 0 = none of this tag
+    script_episodes: int = 512
+    # share of them whose script is the solution, the rest act at random; 0..1
+    script_skill: float = 0.6
     config: Mapping[str, Any] = field(default_factory=dict)  # passed to the environment
 
 
@@ -87,7 +94,8 @@ class TaskSettings:
 class RolloutSettings:
     batch_groups: int = 8  # groups a step trains on; tags take equal shares
     group_size: int = 8  # episodes of one task
-    max_staleness: int = 1  # 0 = synchronous; oldest trained token is at most this many versions old
+    # 0 = synchronous; oldest trained token is at most this many versions old
+    max_staleness: int = 1
     scheduler: str = "trajectory"  # a name of SCHEDULERS
     temperature: float = 1.0
     top_p: float = 1.0  # below 1 is refused for training (the sampled support is not replayed yet)
@@ -101,10 +109,12 @@ class RolloutSettings:
     start_timeout_s: float = 60.0  # import of the environment's module in a worker
     episode_timeout_s: float = 300.0
     max_obs_bytes: int = 65_536  # a longer observation is cut, marked and counted
-    short_group_infra: str = "replace"  # replace | survivors | drop: a member failed through no fault of the policy
+    # replace | survivors | drop: a member failed through no fault of the policy
+    short_group_infra: str = "replace"
     short_group_stale: str = "drop"  # drop only, until partial groups are supported
     max_attempts: int = 3  # tries of one episode before its group is dropped
-    max_env_failures: int = 64  # infra failures of environments in a row before the run stops (exit code 4)
+    # infra failures of environments in a row before the run stops (exit code 4)
+    max_env_failures: int = 64
     take_timeout_s: float = 600.0  # longest wait for a batch without any episode progress
     replay_dir: str = ""  # train_only: a run directory whose rollouts/step_N/train are trained on
 
@@ -121,7 +131,8 @@ class AlgorithmSettings:
     clip_low: float = 0.2
     clip_high: float = 0.28
     entropy_coef: float = 0.0
-    aggregation: str = "token-mean"  # token-mean | seq-mean-token-mean | seq-mean-token-sum-norm | group-mean-token-mean
+    # token-mean | seq-mean-token-mean | seq-mean-token-sum-norm | group-mean-token-mean
+    aggregation: str = "token-mean"
     max_response_tokens: int = 0  # the constant L of seq-mean-token-sum-norm; 0 = engine.context
     overlong_filter: bool = False  # truncated trajectories get an empty loss mask
     std_eps: float = 1e-6

@@ -125,7 +125,8 @@ class TurnRequest:
     priority: int = 0
     min_version: int = 0
     deadline_s: float = 60.0  # seconds left when sent; each hop converts to its own monotonic clock
-    token_index: int = 0  # sampled tokens of this turn that `tokens` ends with (a resumed turn); max_new_tokens more may come
+    # a resumed turn: sampled tokens that `tokens` ends with; max_new_tokens more may come
+    token_index: int = 0
 
     @property
     def key(self) -> str:
@@ -141,12 +142,16 @@ class TurnRequest:
 class Turn:
     """One model call. N sampled tokens after P added ones."""
 
-    prompt_tokens: np.ndarray  # i32[P] only what was ADDED since the previous turn (observation, template)
+    # i32[P] only what was ADDED since the previous turn (observation, template)
+    prompt_tokens: np.ndarray
     tokens: np.ndarray  # i32[N] sampled
-    logprobs: np.ndarray  # f32[N] natural log, under the distribution that is trained (temperature, no top-p/top-k)
-    sampled_logprobs: np.ndarray | None  # f32[N] under the distribution sampled from, where that differs
+    # f32[N] natural log, under the distribution that is trained (temperature, no top-p/top-k)
+    logprobs: np.ndarray
+    # f32[N] under the distribution sampled from, where that differs
+    sampled_logprobs: np.ndarray | None
     spans: tuple[VersionSpan, ...]
-    context_mixed: np.ndarray  # bool[N] any KV behind the token came from another version than the token's
+    # bool[N] any KV behind the token came from another version than the token's
+    context_mixed: np.ndarray
     finish: FinishReason
     cached_prompt: int  # tokens of the context whose KV was reused
     server: str
@@ -210,7 +215,8 @@ class PrefillChunk:
 class SlotSampling:
     """How R slots sample their next turn; arrays of length R."""
 
-    last_token: np.ndarray  # i32[R] first input of generate: the context's last token, whose KV is not computed yet
+    # i32[R] first input of generate: the context's last token, whose KV is not computed yet
+    last_token: np.ndarray
     context_length: np.ndarray  # i32[R] tokens of the context, last_token included
     seed: np.ndarray  # u64[R]
     token_index: np.ndarray  # i32[R] tokens of this turn already sampled (0 unless resumed)
@@ -226,14 +232,16 @@ class SlotSampling:
 class Prefix:
     """KV of the first num_tokens tokens of a context, on one server's devices (per layer k, v)."""
 
-    kv: tuple[tuple[Any, Any], ...]  # per layer (k, v), device arrays [R, tokens padded to a bucket, K, Dh]
+    # per layer (k, v), device arrays [R, tokens padded to a bucket, K, Dh]
+    kv: tuple[tuple[Any, Any], ...]
     num_tokens: int
     version: int
     adapter: str | None
     tokens_sha: str
     spec: Any  # kernels.kv.KVSpec
     routes: np.ndarray | None = None
-    row: int = 0  # requests prefilled together share their arrays [R, tokens, ...]: this one's row, so they move as one
+    # requests prefilled together share arrays [R, tokens, ...], so they move as one: this one's row
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -254,8 +262,12 @@ class Engine(Protocol):
     """JetStream's verbs and two more; device side only: no threads, queues or text; donates the state it is given."""
 
     def init_state(self) -> Any: ...
-    def prefill(self, params, chunk: PrefillChunk, prefixes: Sequence[Prefix | None]) -> tuple[Prefix, ...]: ...
-    def insert(self, state, prefixes: Sequence[Prefix | None], slots: np.ndarray, sampling: SlotSampling) -> Any: ...
+    def prefill(
+        self, params, chunk: PrefillChunk, prefixes: Sequence[Prefix | None]
+    ) -> tuple[Prefix, ...]: ...
+    def insert(
+        self, state, prefixes: Sequence[Prefix | None], slots: np.ndarray, sampling: SlotSampling
+    ) -> Any: ...
     def append(self, params, state, slots: np.ndarray, chunk: PrefillChunk) -> Any: ...
     def generate(self, params, state) -> tuple[Any, BlockTokens]: ...
     def extract(self, state, slot: int) -> Prefix: ...
