@@ -125,7 +125,9 @@ class RunDir:
         self._handlers = [file, console]
         logger = logging.getLogger("rl_jax")
         logger.setLevel(logging.INFO)
-        logger.propagate = False  # some libraries give the root logger a handler: each line would come twice
+        logger.propagate = (
+            False  # some libraries give the root logger a handler: each line would come twice
+        )
         for handler in self._handlers:
             logger.addHandler(handler)
 

@@ -1,6 +1,6 @@
 """The quickstart: a small model learns FrozenLake 4x4 and chain sums on separate prefill, decode and train meshes.
 
-    python -m rl_jax.launch
+python -m rl_jax.launch
 """
 
 from ml_collections import ConfigDict
