@@ -125,9 +125,8 @@ class RunDir:
         self._handlers = [file, console]
         logger = logging.getLogger("rl_jax")
         logger.setLevel(logging.INFO)
-        logger.propagate = (
-            False  # some libraries give the root logger a handler: each line would come twice
-        )
+        # Some libraries give the root logger a handler of its own: each line would come twice.
+        logger.propagate = False
         for handler in self._handlers:
             logger.addHandler(handler)
 
