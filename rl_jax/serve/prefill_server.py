@@ -12,7 +12,6 @@ fences the server.
 Must not: keep KV after handing it over; block on a decode server.
 """
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from rl_jax.engine.chunks import Piece, cut, pack
 from rl_jax.serve.commands import Abort, Commit, Fence
 from rl_jax.serve.loop import Loop, answer
 from rl_jax.serve.staging import StagedWeights
-from rl_jax.serve.transfer import move
+from rl_jax.serve.transfer import move, tokens_sha
 from rl_jax.settings import ServeSettings
 from rl_jax.types import Ack, Digest, Prefix, TurnError, TurnRequest
 
@@ -322,8 +321,3 @@ class PrefillServer:
     def _count_jobs(self, change: int) -> None:
         with self._num_jobs_lock:
             self.num_jobs += change
-
-
-def tokens_sha(tokens: np.ndarray) -> str:
-    """sha256 over the tokens' little-endian i32 bytes: what a Prefix was computed from."""
-    return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()

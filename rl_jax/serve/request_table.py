@@ -25,11 +25,12 @@ from rl_jax.serve.commands import Add, OnDone
 from rl_jax.serve.events import Event, Finished, Started, Swapped, Tokens
 from rl_jax.serve.loop import answer
 from rl_jax.serve.sessions import ActiveTurn, Phase, Session
+from rl_jax.serve.transfer import tokens_sha
 from rl_jax.settings import EngineSettings, ServeSettings
 from rl_jax.types import FinishReason, SlotSampling, Turn, TurnError
 
 COUNTERS = (
-    "requests", "finished", "failed", "aborted", "refused", "deadlines",
+    "requests", "finished", "failed", "refused", "deadlines",
     "prefill_tokens", "append_tokens", "recompute_tokens", "decode_tokens", "received_tokens",
     "cached_tokens", "long_appends", "refused_prefixes", "parked", "stale_tokens", "callback_errors",
     "blocks", "chunks", "swaps",
@@ -40,6 +41,7 @@ class RequestTable:
     def __init__(self, server: str, pool: str, engine: EngineSettings, serve: ServeSettings):
         self.server, self.pool, self.engine, self.serve = server, pool, engine, serve
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self.counters |= {f"finish_{reason.value}": 0 for reason in FinishReason}
         self.sessions: dict[str, Session] = {}
         self.turns: dict[str, ActiveTurn] = {}  # by request key
         self.kv_policy = "recompute"
@@ -287,7 +289,8 @@ class RequestTable:
             session.kv_tokens = min(session.kv_tokens, session.num_tokens - 1)
             turn.cached_prompt = session.kv_tokens
             self.counters["cached_tokens"] += session.kv_tokens
-            self.counters["long_appends"] += turn.missing_kv > self.engine.append_limit
+            is_long = turn.cached_prompt > 0 and turn.missing_kv > self.engine.append_limit
+            self.counters["long_appends"] += is_long
         if turn.missing_kv:
             turn.phase = Phase.FILLING
             self._filling.append(turn)
@@ -300,7 +303,11 @@ class RequestTable:
         prefix, session = turn.prefix, turn.session
         if prefix is None:
             return False
-        if prefix.version == version or self.kv_policy == "keep":
+        n = session.num_tokens - 1
+        # The key of cached KV holds all it was computed from: tokens, adapter, version.
+        is_same = prefix.num_tokens == n and prefix.adapter is None
+        is_same = is_same and prefix.tokens_sha == tokens_sha(session.tokens[:n])
+        if is_same and (prefix.version == version or self.kv_policy == "keep"):
             return True
         self.counters["refused_prefixes"] += 1
         session.computed = max(session.computed, prefix.num_tokens)
@@ -336,7 +343,7 @@ class RequestTable:
         session.turn = None
         if event.error is None:
             self.counters["finished"] += 1
-            self.counters["aborted"] += event.finish is FinishReason.ABORT
+            self.counters[f"finish_{event.finish.value}"] += 1
             session.reported = session.num_tokens
             result = turn.turn(event.finish, self.server, self.pool, self.now_s)
         else:

@@ -76,11 +76,10 @@ class Router:
         try:
             prefix = await self._prefix(flight, deadline)
             turn = await self._decode_turn(flight, prefix, deadline)
-        except TurnError:
-            self._counters["errors"] += 1
-            raise
-        except asyncio.CancelledError:
-            self._abort(flight, "cancelled")
+        except (TurnError, asyncio.CancelledError) as error:
+            # Whoever still works on the turn need not: its answer would reach nobody.
+            self._abort(flight, "cancelled" if flight.aborted is None else flight.aborted)
+            self._counters["errors"] += isinstance(error, TurnError)
             raise
         finally:
             flights = self._flights[request.uid]
@@ -161,14 +160,12 @@ class Router:
             return None
         flight.prefill = server = min(servers, key=lambda s: s.num_jobs)
         ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
-        try:
-            result, times_s = await self._call(
-                lambda answer: server.submit(ask, decode, lambda *result: answer(result)),
-                deadline,
-                f"{server.name} to compute the prefix of {request.key}",
-            )
-        finally:
-            flight.prefill = None
+        result, times_s = await self._call(
+            lambda answer: server.submit(ask, decode, lambda *result: answer(result)),
+            deadline,
+            f"{server.name} to compute the prefix of {request.key}",
+        )
+        flight.prefill = None
         if isinstance(result, Prefix):
             self._counters["prefilled"] += 1
             flight.times_s = dict(times_s)
@@ -187,11 +184,7 @@ class Router:
             if flight.aborted is not None:  # while its prefix was computed
                 server.abort(request.uid, flight.aborted)
 
-        try:
-            result = await self._call(send, deadline, f"{server.name} to answer {request.key}")
-        except TurnError:
-            server.abort(request.uid, "deadline")
-            raise
+        result = await self._call(send, deadline, f"{server.name} to answer {request.key}")
         if isinstance(result, TurnError):
             raise result
         return result
@@ -217,7 +210,5 @@ class Router:
 
     def _abort(self, flight: Flight, reason: str) -> None:
         flight.aborted = reason
-        if flight.prefill is not None:
-            flight.prefill.abort(flight.request.uid, reason)
-        else:
-            flight.decode.abort(flight.request.uid, reason)
+        server = flight.decode if flight.prefill is None else flight.prefill
+        server.abort(flight.request.uid, reason)

@@ -7,10 +7,12 @@ collective of compiled code), then each target device gets its slice: `device_pu
 layouts is 100 times slower and blocks. Nothing is donated across meshes (the CPU backend crashes).
 """
 
+import hashlib
 from functools import lru_cache
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -31,6 +33,11 @@ def move(kv: Any, source: NamedSharding, target: NamedSharding) -> Any:
 def same_layout(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Whether shard i of the source mesh holds exactly what shard i of the target mesh must."""
     return _boxes(source, shape) == _boxes(target, shape)
+
+
+def tokens_sha(tokens: np.ndarray) -> str:
+    """sha256 over the tokens' little-endian i32 bytes: what a Prefix was computed from."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()
 
 
 def _boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> list:

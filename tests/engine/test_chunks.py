@@ -1,0 +1,52 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_jax.engine.chunks import Piece, cut, pack
+from rl_jax.engine.engine import buckets, end_positions, tile_of
+from rl_jax.engine.programs import tile_index
+
+
+def test_cut_fills_in_order_and_splits_the_last():
+    assert cut([3, 4, 9], 10, 4) == [3, 4, 3]
+    assert cut([3, 4, 9], 7, 4) == [3, 4]
+    assert cut([3, 4, 9], 100, 2) == [3, 4]
+    assert cut([50], 10, 4) == [10]
+    assert cut([], 10, 4) == []
+
+
+def test_pack_takes_the_smallest_size_and_marks_padding():
+    chunk = pack([Piece(np.array([7, 8]), 5), Piece(np.array([9]), 0)], (2, 4, 8))
+    assert chunk.tokens.tolist() == [7, 8, 9, 0]
+    assert chunk.segment.tolist() == [0, 0, 1, -1]
+    assert chunk.position[:3].tolist() == [5, 6, 0]
+    assert chunk.lengths.tolist() == [2, 1]
+    assert end_positions(chunk) == [7, 1]
+
+
+def test_pack_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="9 tokens exceed the largest chunk of 8"):
+        pack([Piece(np.zeros(9, np.int32), 0)], (4, 8))
+
+
+@pytest.mark.parametrize("lengths", [[1], [16], [5, 1, 16, 10], [17, 15], [0, 3, 0, 29]])
+def test_tiles_hold_every_token_once_and_never_mix_segments(lengths):
+    tile, C = 4, 32
+    segment = np.full(C, -1, np.int32)
+    segment[: sum(lengths)] = np.repeat(np.arange(len(lengths)), lengths)
+    of_tile, of_token = tile_index(jnp.array(segment), jnp.array(lengths, jnp.int32), tile)
+    of_tile, of_token = np.asarray(of_tile), np.asarray(of_token)
+    real = of_tile[of_tile < C]
+    assert sorted(real.tolist()) == list(range(sum(lengths)))
+    for row in of_tile:
+        assert len({segment[i] for i in row if i < C}) <= 1
+    for token in range(sum(lengths)):
+        assert of_tile.reshape(-1)[of_token[token]] == token
+    assert (of_token[sum(lengths) :] == of_tile.size).all()
+
+
+def test_buckets_and_tiles_stay_few():
+    assert buckets(256, 256) == (256,)
+    assert buckets(256, 4096) == (256, 1024, 4096)
+    assert buckets(256, 100) == (100,)
+    assert [tile_of(size) for size in (16, 512, 2048, 8192)] == [16, 16, 64, 128]

@@ -1,0 +1,250 @@
+"""The engine against one whole forward, and against itself in other places, company and order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_jax.engine import programs
+from rl_jax.engine.chunks import Piece, pack
+from rl_jax.types import FinishReason
+
+
+def context_of(rng, n):
+    return rng.integers(8, 264, n).tolist()
+
+
+def test_prefill_and_decode_equal_one_forward(engine, params, kit, rng):
+    contexts = [context_of(rng, n) for n in (2, 17, 30)]
+    pieces = [Piece(np.array(c[:-1], np.int32), 0) for c in contexts]
+    prefixes = engine.prefill(params, pack(pieces, engine.settings.chunk_sizes), [None] * 3)
+    assert [p.num_tokens for p in prefixes] == [1, 16, 29]
+    slots = np.array([4, 0, 2], np.int32)
+    armed = kit.sampling(contexts, seed=[1, 2, 3])
+    state = engine.insert(engine.init_state(), prefixes, slots, armed)
+    _, results = kit.run_blocks(engine, params, state, slots.tolist(), 3)
+    for context, slot in zip(contexts, slots.tolist()):
+        got = results[slot]
+        assert len(got.tokens) == 12
+        want = kit.forward(params, context, got.tokens)
+        np.testing.assert_allclose(got.logprobs, want, atol=1e-5)
+
+
+def test_turns_appended_in_place_equal_one_forward(engine, params, kit, rng):
+    context, start, state = context_of(rng, 9), 0, engine.init_state()
+    for turn in range(4):
+        state = kit.append_all(engine, params, state, [3], [context], [start])
+        armed = kit.sampling([context], seed=turn, max_new_tokens=5)
+        state = engine.insert(state, [None], np.array([3], np.int32), armed)
+        state, results = kit.run_blocks(engine, params, state, [3], 2)
+        got = results[3]
+        assert (len(got.tokens), got.finish) == (5, FinishReason.LENGTH)
+        want = kit.forward(params, context, got.tokens)
+        np.testing.assert_allclose(got.logprobs, want, atol=1e-5)
+        start = (
+            len(context) + 4
+        )  # the last sampled token's KV is not there: the next append starts with it
+        context = context + got.tokens + context_of(rng, 6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_result_has_the_same_bits_in_every_slot_and_company(engine, params, kit, rng, temperature):
+    context = context_of(rng, 21)
+    alone = kit.sample_one(engine, params, context, seed=2**63 + 5, temperature=temperature)
+    for slot, num_others in ((5, 3), (2, 5)):
+        others = [context_of(rng, int(n)) for n in rng.integers(1, 40, num_others)]
+        slots = np.array([slot, *[s for s in range(6) if s != slot][:num_others]], np.int32)
+        contexts = [context, *others]
+        state = kit.append_all(engine, params, engine.init_state(), slots[1:], others)
+        # The request's own tokens come in odd pieces, packed behind a neighbour's.
+        for start, end in ((0, 1), (1, 12), (12, 20)):
+            pieces = [Piece(np.array(others[0][:1], np.int32), 0)]
+            pieces.append(Piece(np.array(context[start:end], np.int32), start))
+            chunk = pack(pieces, engine.settings.chunk_sizes)
+            state = engine.append(params, state, slots[[1, 0]], chunk)
+        armed = kit.sampling(
+            contexts,
+            seed=[2**63 + 5, *range(num_others)],
+            temperature=[temperature, *[1.0] * num_others],
+            top_p=[1.0, *[0.7] * num_others],
+        )
+        state = engine.insert(state, [None] * len(slots), slots, armed)
+        _, results = kit.run_blocks(engine, params, state, [slot], 2)
+        assert results[slot].bits() == alone.bits()
+
+
+def test_result_does_not_depend_on_block_size(tiny, engine, params, kit, rng):
+    context = context_of(rng, 10)
+    want = kit.sample_one(engine, params, context, seed=7, num_blocks=3)
+    for steps in (1, 6):
+        other = kit.make_engine(tiny[0], steps_per_block=steps)
+        got = kit.sample_one(other, params, context, seed=7, num_blocks=12 // steps)
+        assert got.bits() == want.bits()
+
+
+def test_prefill_append_and_chunked_prefill_give_the_same_kv_bits(engine, params, rng, kit):
+    context = np.array(context_of(rng, 50), np.int32)
+    sizes = engine.settings.chunk_sizes
+    whole = engine.prefill(params, pack([Piece(context, 0)], sizes), [None])[0]
+    first = engine.prefill(params, pack([Piece(context[:13], 0)], (16,)), [None])
+    other = Piece(np.array(context_of(rng, 9), np.int32), 0)
+    chunk = pack([other, Piece(context[13:], 13)], (64,))
+    rest = engine.prefill(params, chunk, [None, first[0]])[1]
+    state = engine.init_state()
+    state = engine.append(params, state, np.array([5], np.int32), pack([Piece(context, 0)], sizes))
+    slot = engine.extract(state, 5)
+    for layer in range(2):
+        for kind in range(2):
+            want = np.asarray(whole.kv[layer][kind])[whole.row, :50]
+            assert (np.asarray(rest.kv[layer][kind])[rest.row, :50] == want).all()
+            assert (np.asarray(slot.kv[layer][kind])[slot.row, :50] == want).all()
+
+
+def test_stopped_and_moved_slot_goes_on_as_if_never_stopped(engine, params, kit, rng):
+    context, neighbour = context_of(rng, 12), context_of(rng, 5)
+    whole = kit.sample_one(engine, params, context, seed=9, num_blocks=4)
+    state = kit.append_all(engine, params, engine.init_state(), [1, 2], [context, neighbour])
+    armed = kit.sampling([context, neighbour], seed=[9, 1])
+    state = engine.insert(state, [None, None], np.array([1, 2], np.int32), armed)
+    state, results = kit.run_blocks(engine, params, state, [1], 2)
+    first = results[1]
+    state = engine.free(state, np.array([1], np.int32))
+    # The neighbour goes on: the stopped slot neither advances nor loses its KV.
+    state, results = kit.run_blocks(engine, params, state, [1, 2], 1)
+    assert results[1].tokens == [] and len(results[2].tokens) == 4
+    moved = engine.extract(state, 1)
+    assert moved.num_tokens == len(context) + 8 - 1
+    resumed = context + first.tokens
+    for slot, prefix in ((1, None), (4, moved)):
+        armed = kit.sampling([resumed], seed=9, token_index=8)
+        state = engine.insert(state, [prefix], np.array([slot], np.int32), armed)
+        state, results = kit.run_blocks(engine, params, state, [slot], 2)
+        assert first.tokens + results[slot].tokens == whole.tokens
+        assert first.logprobs + results[slot].logprobs == whole.logprobs
+        state = engine.free(state, np.array([slot], np.int32))
+
+
+def test_finish_reasons_and_what_wins(engine, params, kit, rng):
+    context = context_of(rng, 20)
+    tokens = kit.sample_one(engine, params, context, seed=4).tokens
+    third = tokens.index(tokens[2])  # the first place of the third token
+
+    def finish(**fields):
+        result = kit.sample_one(engine, params, context, seed=4, num_blocks=2, **fields)
+        return len(result.tokens), result.finish
+
+    assert finish(stops=(tokens[2],)) == (third + 1, FinishReason.EOS)
+    assert finish(stops=(3, tokens[2])) == (third + 1, FinishReason.STOP)
+    assert finish(max_new_tokens=1) == (1, FinishReason.LENGTH)
+    assert finish(max_new_tokens=third + 1, stops=(tokens[2],)) == (third + 1, FinishReason.EOS)
+    assert finish(max_new_tokens=8) == (8, FinishReason.LENGTH)
+    assert finish() == (8, None)
+
+
+def test_context_is_filled_to_its_last_token(engine, params, kit, rng):
+    context = context_of(rng, 61)
+    result = kit.sample_one(engine, params, context, seed=4, num_blocks=1)
+    assert (len(result.tokens), result.finish) == (3, FinishReason.CONTEXT)
+    np.testing.assert_allclose(
+        result.logprobs, kit.forward(params, context, result.tokens), atol=1e-5
+    )
+    result = kit.sample_one(engine, params, context[:60] + [9, 9, 9], num_blocks=1)
+    assert (len(result.tokens), result.finish) == (1, FinishReason.CONTEXT)
+    result = kit.sample_one(engine, params, context, num_blocks=1, max_new_tokens=3)
+    assert (len(result.tokens), result.finish) == (3, FinishReason.LENGTH)
+
+
+def test_context_of_one_token_needs_no_kv(engine, params, kit):
+    result = kit.sample_one(engine, params, [11], slot=3, seed=2, num_blocks=1)
+    np.testing.assert_allclose(result.logprobs, kit.forward(params, [11], result.tokens), atol=1e-5)
+
+
+def test_transformed_sampling_keeps_the_trained_logprob(engine, params, kit, rng):
+    """Lesson L7: temperature 0.7 and top-p 0.8; the trainer's log-prob has the temperature and no filter."""
+    context = context_of(rng, 15)
+    got = kit.sample_one(engine, params, context, seed=1, temperature=0.7, top_p=0.8, num_blocks=3)
+    want = kit.forward(params, context, got.tokens, temperature=0.7)
+    np.testing.assert_allclose(got.logprobs, want, atol=1e-5)
+
+    def nucleus(logp):
+        order = np.argsort(-logp, axis=-1, kind="stable")
+        mass = np.cumsum(np.take_along_axis(np.exp(logp), order, -1), -1)
+        keep = np.concatenate([np.ones_like(mass[:, :1], bool), mass[:, :-1] < 0.8], -1)
+        kept = np.zeros_like(keep)
+        np.put_along_axis(kept, order, keep, -1)
+        total = np.where(kept, np.exp(logp), 0).sum(-1, keepdims=True)
+        return np.where(kept, logp - np.log(total), -np.inf)
+
+    want = kit.forward(params, context, got.tokens, temperature=0.7, filter=nucleus)
+    np.testing.assert_allclose(got.sampled_logprobs, want, atol=1e-5)
+
+
+def test_nan_weights_end_the_turn_as_an_error_without_tokens(engine, params, kit):
+    bad = {n: x * np.float32("nan") if n == "final_norm.scale" else x for n, x in params.items()}
+    result = kit.sample_one(engine, bad, [9, 10, 11], num_blocks=1)
+    assert (result.tokens, result.finish, result.is_nan) == ([], FinishReason.ERROR, True)
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2}, {"data": 2, "tensor": 2}])
+def test_sharded_equals_unsharded(tiny, engine, params, kit, rng, axes):
+    model, host = tiny
+    context = context_of(rng, 25)
+    want = kit.sample_one(engine, params, context, seed=3, slot=5, num_blocks=2)
+    num_devices = int(np.prod(list(axes.values())))
+    sharded = kit.make_engine(model, axes=axes, devices=num_devices)
+    placed = kit.place(sharded, host)
+    got = kit.sample_one(sharded, placed, context, seed=3, slot=5, num_blocks=2)
+    assert got.tokens == want.tokens
+    np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-4)
+    piece = Piece(np.array(context[:-1], np.int32), 0)
+    prefix = sharded.prefill(placed, pack([piece], sharded.settings.chunk_sizes), [None])[0]
+    armed = kit.sampling([context], seed=3)
+    state = sharded.insert(sharded.init_state(), [prefix], np.array([5], np.int32), armed)
+    _, results = kit.run_blocks(sharded, placed, state, [5], 2)
+    np.testing.assert_allclose(results[5].logprobs, want.logprobs, atol=1e-4)
+
+
+def test_jit_equals_no_jit(tiny, engine, params, kit, rng):
+    model, _ = tiny
+    context = np.array(context_of(rng, 10), np.int32)
+    chunk = pack([Piece(context, 0)], (16,))
+    state = engine.append(params, engine.init_state(), np.array([2], np.int32), chunk)
+    rows = jnp.array([2, 6, 6, 6], jnp.int32)
+    args = [jnp.array(a) for a in engine._chunk_args(chunk)]
+    kv = programs.extend(model, params, engine.init_state().kv, *args, rows, visible=64, tile=16)
+    for pair, want in zip(kv, state.kv):
+        for got, jitted in zip(pair, want):
+            np.testing.assert_allclose(got, jitted, atol=1e-5)
+
+
+def test_after_warmup_nothing_compiles_and_the_state_is_updated_in_place(tiny, kit, rng):
+    engine = kit.make_engine(tiny[0], slots=4)
+    params = engine.zero_params()
+    num_programs = engine.warmup(params)
+    assert num_programs == 2 + 3 + 1  # two chunk sizes; arm, disarm, generate; one prefix length
+    caches = [engine._extend_state, engine._generate, engine._arm, engine._insert_state]
+    sizes = [f._cache_size() for f in caches]
+    kit.sample_one(engine, params, context_of(rng, 40), num_blocks=1)
+    prefix = engine.prefill(params, pack([Piece(np.ones(20, np.int32), 0)], (64,)), [None])
+    state = engine.init_state()
+    engine.insert(state, prefix, np.array([1], np.int32), kit.sampling([[1] * 21]))
+    assert [f._cache_size() for f in caches] == sizes
+    stats = engine._generate.lower(params, engine.init_state()).compile().memory_analysis()
+    assert stats.alias_size_in_bytes >= engine.spec.num_bytes  # the donated cache is the new one
+
+
+def test_padded_requests_write_nothing(engine, params, kit, rng):
+    state = kit.append_all(engine, params, engine.init_state(), [0], [context_of(rng, 30)])
+    before = jax.tree.map(np.array, state.kv)
+    chunk = pack([Piece(np.array([5, 6], np.int32), 0)], engine.settings.chunk_sizes)
+    state = engine.append(params, state, np.array([3], np.int32), chunk)
+    for pair, old in zip(state.kv, before):
+        for new, was in zip(pair, old):
+            changed = np.argwhere((np.asarray(new) != was).any(axis=(2, 3)))
+            assert changed.tolist() == [[3, 0], [3, 1]]
+
+
+def test_chunk_over_the_context_is_refused(engine, params):
+    chunk = pack([Piece(np.array([5], np.int32), 64)], (16,))
+    with pytest.raises(ValueError, match="position 64 but engine.context=64"):
+        engine.append(params, engine.init_state(), np.array([0], np.int32), chunk)

@@ -1,0 +1,99 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_jax.engine.sampling import allowed_tokens, sample
+
+LOGITS = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], np.float32))
+
+
+def draw(logits, *, seed=0, index=0, temperature=1.0, top_p=1.0, top_k=0):
+    S = len(logits)
+    full = lambda value, dtype: jnp.broadcast_to(jnp.asarray(value, dtype), (S,))
+    seeds = np.broadcast_to(np.array(seed, np.uint64), (S,))
+    key = np.stack([seeds >> np.uint64(32), seeds & np.uint64(2**32 - 1)], -1).astype(np.uint32)
+    return jax.jit(sample)(
+        jnp.asarray(logits), key, full(index, jnp.int32), full(temperature, jnp.float32),
+        full(top_p, jnp.float32), full(top_k, jnp.int32),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "kept"),
+    [
+        (1.0, 0, {0, 1, 2, 3}),
+        (1.0, 1, {1}),
+        (1.0, 2, {1, 3}),
+        (0.4, 0, {1}),  # 0.4 reaches 0.4
+        (0.41, 0, {1, 3}),
+        (0.95, 0, {0, 1, 2, 3}),
+        (0.5, 2, {1}),  # of 0.4 and 0.3, renormalised to 4/7 and 3/7
+        (0.6, 2, {1, 3}),
+        (0.0, 0, {1}),  # always at least one
+    ],
+)
+def test_allowed_tokens_by_hand(top_p, top_k, kept):
+    mask = allowed_tokens(LOGITS[:1], jnp.array([top_p], jnp.float32), jnp.array([top_k]))
+    assert set(np.flatnonzero(np.asarray(mask)[0])) == kept
+
+
+def test_ties_keep_exactly_top_k_and_prefer_lower_ids():
+    mask = allowed_tokens(LOGITS[1:], jnp.array([1.0]), jnp.array([2]))
+    assert np.asarray(mask).tolist() == [[True, True, False, False]]
+
+
+def test_greedy_takes_the_lowest_best_id_with_temperature_1_logprobs():
+    out = draw(LOGITS, temperature=0.0, top_p=0.5, top_k=1)
+    assert out.tokens.tolist() == [1, 0]
+    np.testing.assert_allclose(out.logprobs, np.log([0.4, 0.25]), atol=1e-6)
+    np.testing.assert_allclose(out.sampled_logprobs, out.logprobs)
+
+
+def test_logprobs_are_tempered_and_sampled_logprobs_are_filtered_too():
+    out = draw(LOGITS[:1], temperature=0.7, top_k=2, seed=3)
+    tempered = np.array([0.1, 0.4, 0.2, 0.3]) ** (1 / 0.7)
+    token = int(out.tokens[0])
+    assert token in (1, 3)
+    np.testing.assert_allclose(out.logprobs, np.log(tempered[[token]] / tempered.sum()), atol=1e-6)
+    want = np.log(tempered[[token]] / tempered[[1, 3]].sum())
+    np.testing.assert_allclose(out.sampled_logprobs, want, atol=1e-6)
+
+
+def test_frequencies_follow_the_distribution():
+    n = 4000
+    out = draw(np.repeat(LOGITS[:1], n, 0), seed=np.arange(n))
+    share = np.bincount(out.tokens, minlength=4) / n
+    np.testing.assert_allclose(share, [0.1, 0.4, 0.2, 0.3], atol=0.03)  # 4 sigma = 0.031
+
+
+def test_seed_is_64_bits_and_the_index_folds_in():
+    logits = np.zeros((1, 1000), np.float32)
+    base = int(draw(logits, seed=5).tokens[0])
+    others = [
+        int(draw(logits, seed=5 + 2**32).tokens[0]),
+        int(draw(logits, seed=5 + 2**63).tokens[0]),
+        int(draw(logits, seed=5, index=1).tokens[0]),
+    ]
+    assert base not in others
+    assert len(set(others)) == 3
+    with jax.enable_x64(True):
+        key = jax.random.fold_in(jax.random.key(np.uint64(5 + 2**63), impl="threefry2x32"), 0)
+    with jax.enable_x64(False):
+        assert int(jnp.argmax(jax.random.gumbel(key, (1000,), jnp.float32))) == others[1]
+
+
+def test_a_filtered_row_changes_no_bit_of_its_neighbours():
+    logits = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
+    plain = draw(logits, seed=np.arange(3))
+    mixed = draw(logits, seed=np.arange(3), top_k=np.array([0, 2, 0]))
+    for row in (0, 2):
+        for field in ("tokens", "logprobs", "sampled_logprobs"):
+            assert getattr(plain, field)[row] == getattr(mixed, field)[row]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_non_finite_logits_are_flagged_in_their_row_only(value):
+    logits = LOGITS.copy()
+    logits[0, 2] = value
+    assert draw(logits).nan.tolist() == [True, False]
