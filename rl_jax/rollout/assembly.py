@@ -177,9 +177,11 @@ def _merge_spans(parts: Sequence[Turn]) -> tuple[VersionSpan, ...]:
 
 def _merge_routing(parts: Sequence[Turn], num_prompt: int) -> np.ndarray | None:
     """i16[P + N, layers, k]: the prompt's rows of the first part, then each part's sampled rows."""
-    if any(part.routing is None for part in parts):
-        return None
-    rows = [parts[0].routing[:num_prompt]]
+    rows: list[np.ndarray] = []
     for part in parts:
+        if part.routing is None:
+            return None
+        if not rows:
+            rows.append(part.routing[:num_prompt])
         rows.append(part.routing[len(part.routing) - len(part.tokens) :])
     return np.concatenate(rows)

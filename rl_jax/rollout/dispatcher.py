@@ -174,7 +174,7 @@ class Dispatcher:
         match action:
             case Start(None, members, tag):
                 self._start_members(self._issue(tag), members)
-            case Start(group, members, _):
+            case Start(str() as group, members, _):
                 self._start_members(self._groups[group], members)
             case Drop(group, reason):
                 self._drop(group, reason)

@@ -116,7 +116,8 @@ class Episode:
         self.outcome: Outcome | None = None  # None while it runs
         self.truncated_by: str | None = None
         self.failure: Failure | None = None
-        self.phase, self.since_s = "queued", time.monotonic()
+        self.issued_s = time.monotonic()
+        self.phase, self.since_s = "queued", self.issued_s
         self._deadline_s = 0.0  # monotonic; set when it begins
         self._context = np.empty(256, np.int32)
         self._size = 0

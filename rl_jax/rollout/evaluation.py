@@ -49,7 +49,8 @@ class EvalResult:
 
     @property
     def mean_reward(self) -> float:
-        return sum(t.reward.value for t in self.trajectories) / len(self.trajectories)
+        values = [t.reward.value for t in self.trajectories if t.reward.value is not None]
+        return sum(values) / len(values)
 
     def by_tag(self) -> dict[str, tuple[float, int]]:
         """tag -> (success, scored episodes)."""

@@ -1,7 +1,9 @@
 """One attempt at an episode, from its ISSUED record to a scored trajectory or a typed failure.
 
 Owns: the ledger records of an attempt up to COMPLETED, TRUNCATED, ERRORED or CANCELLED; the counters of how episodes
-end; and the run of infra failures that stops the run. Training and evaluation play through it alike.
+end; and the row of infra failures that stops the run. Training and evaluation play through it alike.
+The row: infra failures since the last good episode. One event may end many episodes (a worker dies, a server is
+fenced), so of those issued before the row began only the first counts, and env_lost (the fault was another's) never.
 Life of an attempt: 1 issue writes ISSUED. 2 play_turns runs it (RUNNING after reset) and hands the environment back.
 3 score gives it its reward, assembles the trajectory and writes how it ended, with the trajectory's sha256. 4 What
 happens to it then (TRAINED, DROPPED, EVALUATED) is the business of whoever issued it.
@@ -11,6 +13,7 @@ Must not: know groups, slots or the scheduler; run off the rollout's loop.
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -54,9 +57,8 @@ class Player:
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self):
-        self._in_a_row: Counter[str] = (
-            Counter()
-        )  # infra failures since the last good episode, by reason
+        self._in_a_row: Counter[str] = Counter()  # by reason
+        self._row_began_s = 0.0  # monotonic, when its first failure was counted
 
     def issue(self, ref: EpisodeRef, task: Task, rules: EpisodeRules) -> Episode:
         """Write ISSUED; the episode does not run yet."""
@@ -89,7 +91,8 @@ class Player:
             raise asyncio.CancelledError
         trajectory = assemble(closed, reward)
         if closed.failure is not None:
-            self._write_failed(closed)
+            self._write_failed(closed, closed.failure)
+            self._count_in_a_row(closed.failure, episode.issued_s)
         else:
             self._write_closed(trajectory)
         episode.enter("done")
@@ -115,8 +118,7 @@ class Player:
             self.counts[f"episodes/truncated.{trajectory.truncated_by}"] += 1
         self._in_a_row.clear()
 
-    def _write_failed(self, closed: ClosedEpisode) -> None:
-        failure = closed.failure
+    def _write_failed(self, closed: ClosedEpisode, failure: Failure) -> None:
         reason = failure_reason(failure)
         facts = EpisodeFacts(closed.start_version, _versions(closed.turns), closed.num_tokens)
         self.ledger.write(closed.ref, "ERRORED", reason=reason, facts=facts)
@@ -126,16 +128,21 @@ class Player:
             "episode ERRORED (%s, charged to %s): %s", reason, failure.charged_to, failure.detail
         )
         if failure.boundary == "rollout" and failure.kind == "schema":
-            self._quarantine(closed)
-        if failure.charged_to == "infra":
-            self._in_a_row[reason] += 1
-            self._check_in_a_row(failure)
+            self._quarantine(closed, failure)
 
-    def _check_in_a_row(self, last: Failure) -> None:
-        num = self._in_a_row.total()
+    def _count_in_a_row(self, last: Failure, issued_s: float) -> None:
         if last.kind == "env_budget":  # the pool itself gave up: no environment opens any more
             self.fatal(EnvBudgetExhausted(last.detail))
-        if num < self.max_failures or last.kind == "env_budget":
+            return
+        if last.charged_to != "infra" or last.kind == "env_lost":
+            return
+        if not self._in_a_row:
+            self._row_began_s = time.monotonic()
+        elif issued_s < self._row_began_s:
+            return
+        self._in_a_row[failure_reason(last)] += 1
+        num = self._in_a_row.total()
+        if num < self.max_failures:
             return
         reasons = ", ".join(f"{n} {reason}" for reason, n in self._in_a_row.most_common())
         kind = FleetExhausted if last.boundary == "serve" else EnvBudgetExhausted
@@ -146,14 +153,14 @@ class Player:
             )
         )
 
-    def _quarantine(self, closed: ClosedEpisode) -> None:
+    def _quarantine(self, closed: ClosedEpisode, failure: Failure) -> None:
         """Keep what a server sent, off the loop; nothing of it is trained."""
         if self.quarantine_dir is None:
             return
         record = {
             "uid": closed.ref.uid,
             "attempt": closed.ref.attempt,
-            "detail": closed.failure.detail,
+            "detail": failure.detail,
             "turns": [turn.tokens.tolist() for turn in closed.turns],
         }
         name = f"{closed.ref.uid}#{closed.ref.attempt}".replace("/", "_")

@@ -21,7 +21,6 @@ from rl_jax.rollout.episode import Episode, EpisodeRules, EpisodeTools, run_epis
 from rl_jax.types import (
     FinishReason,
     Group,
-    Outcome,
     Task,
     Turn,
     TurnError,
@@ -125,16 +124,18 @@ async def scripted_trajectories(
     async def play(i: int) -> Group:
         task = tasks[i % len(tasks)]
         async with live:
+            detail = ""
             for attempt in range(MAX_ATTEMPTS):
                 group = f"script/{task.tag}/{i}"
                 ref = EpisodeRef(f"{group}/0", attempt, group, SCRIPT_EPOCH, i, 0, task.tag)
                 episode = Episode(ref, task, plan.seed, rules)
                 await run_episode(episode, tools, lambda: None)
-                if episode.outcome is not Outcome.FAILED:
+                if episode.failure is None:
                     return _group(episode)
+                detail = episode.failure.detail
                 if episode.failure.boundary != "env":
                     break
-        raise ScriptError(f"warm start: {episode.failure.detail}")
+        raise ScriptError(f"warm start: {detail}")
 
     players = [asyncio.create_task(play(i)) for i in range(plan.num)]
     try:

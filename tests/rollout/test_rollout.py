@@ -323,6 +323,29 @@ def test_environment_that_always_fails_stops_the_run_with_its_cause(tmp_path):
             world.rollout.want(2, 2)
 
 
+@pytest.mark.parametrize("kind", ["env_lost", "env_error"])
+def test_one_event_that_ends_many_episodes_at_once_does_not_stop_the_run(tmp_path, kind):
+    """A worker that hangs takes the other episodes in it along; so does a server that is fenced."""
+    stepping, doomed = set(), set()
+
+    def fail(verb, uid):
+        if verb == "step" and not doomed:
+            stepping.add(uid)
+            if len(stepping) == 16:
+                doomed.update(stepping)
+        if verb == "step" and uid in doomed and uid in stepping:
+            stepping.discard(uid)
+            return EnvError("env_timeout" if len(stepping) == 15 else kind, "its worker ended")
+
+    pool = FakePool({"echo": EchoEnv}, fail=fail, latency=lambda verb, uid: 0.002)
+    settings = replace(SETTINGS, group_size=8, max_env_failures=3)
+    tasks = {"echo": echo_tasks(turns=9, max_turns=4)}
+    with running(tmp_path, settings=settings, tasks=tasks, pool=pool) as world:
+        world.publish(0)
+        world.step(1)
+        assert world.rollout.counts()["episodes/errored"] == 16
+
+
 def test_after_a_fatal_failure_nothing_starts_and_the_evaluation_names_the_cause(tmp_path):
     def fail(verb, uid):
         return EnvError("env_died", "segmentation fault") if verb == "reset" else None
