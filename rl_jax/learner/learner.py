@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rl_jax.algorithms.algorithm import Algorithm
 from rl_jax.learner.batch import Batch
 from rl_jax.learner.microbatches import Arrays, microbatches, to_rows
-from rl_jax.learner.mismatch import with_ess
+from rl_jax.learner.mismatch import mismatch_metrics
 from rl_jax.learner.optimizer import learning_rate, make_optimizer
 from rl_jax.learner.step import Forward, TrainState, make_score, make_step
 from rl_jax.mesh import RulesLike, constrainer, named_sharding, shardings
@@ -84,7 +84,7 @@ class Learner:
         self._state: TrainState | None = None
         forward = Forward(model, constrainer(rules, mesh), settings.remat, self._chunk, temperature)
         self._step = jax.jit(
-            make_step(forward, algorithm, self._optimizer, schedule),
+            make_step(forward, algorithm, self._optimizer, schedule, settings.grad_clip),
             donate_argnums=0,
             out_shardings=(self._state_shardings, self._replicated),
         )
@@ -139,10 +139,10 @@ class Learner:
         Raises: ValueError if the batch does not fit; NonFiniteError after settings.max_skipped bad updates in a row.
         """
         arrays = self._put(batch, version)
-        self._state, sums = self._step(self.state, arrays)
-        sums, in_row = jax.device_get((sums, self._state.skipped_in_row))
-        metrics = with_ess({name: Metric(float(s), float(n)) for name, (s, n) in sums.items()})
-        metrics = {name: metric for name, metric in metrics.items() if metric.count}
+        self._state, out = self._step(self.state, arrays)
+        out, in_row = jax.device_get((out, self._state.skipped_in_row))
+        metrics = {name: Metric(float(s), float(n)) for name, (s, n) in out["sums"].items() if n}
+        metrics |= mismatch_metrics(out["mismatch"])
         if metrics["optim/skipped"].sum:
             self._report_skip(batch, version, metrics, int(in_row))
         return {**metrics, **_batch_metrics(batch, version)}

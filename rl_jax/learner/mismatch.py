@@ -1,70 +1,81 @@
 """How far the trainer's log-probs at step start are from those the sampler reported.
 
-With d = logprob - behaviour_logprob and w = exp(d): k1 = mean(-d) estimates KL(behaviour ||
-policy), k3 = mean(w - 1 - d) does so with less noise and is never negative, ess = (mean w)^2 /
-mean(w^2) is 1 iff all weights are equal. Each is split by lag (consuming version minus the token's;
-3 stands for 3 and more) and by pure or mixed KV: lag 0 pure is numerics alone and is what tests
-gate, the rest is staleness.
+With d = logprob - behaviour_logprob and w = exp(d): k1 = mean(-d) estimates KL(behaviour || policy),
+k3 = mean(w - 1 - d) does so with less noise and is never negative, ess = (mean w)^2 / mean(w^2) is 1
+iff all weights are equal. Each is split by lag (consuming version minus the token's; 3 stands for 3
+and more) and by pure or mixed KV: lag 0 pure is numerics alone and is what tests gate, the rest is
+staleness.
+Life: 1 `mismatch_totals` sums on the device, a row a bucket; 2 `mismatch_metrics` names and divides
+on the host.
 """
 
+from collections.abc import Mapping
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from rl_jax.algorithms.algorithm import Sums
 from rl_jax.algorithms.ppo import log_ratio
 from rl_jax.metrics import Metric
 
 MAX_LAG = 3
+BUCKETS = tuple((lag, kind) for lag in range(MAX_LAG + 1) for kind in ("pure", "mixed"))
+COLUMNS = ("count", "abs", "k1", "k3", "w", "w_squared")
 
 
-def mismatch_sums(
+def mismatch_totals(
     logprobs: Float[Array, "*N"],
     behaviour_logprobs: Float[Array, "*N"],
     mask: Bool[Array, "*N"],
     lag: Int[Array, "*N"],
     context_mixed: Bool[Array, "*N"],
-) -> Sums:
-    """(sum, count) pairs over all tokens of mask; a bucket nothing fell into has count 0.
+) -> dict[str, jax.Array]:
+    """{"sums": f32[BUCKETS, COLUMNS] over the tokens of mask, "abs_max": f32[], "abs_p99": f32[]}.
 
-    abs_max and abs_p99 (nearest rank: the smallest |d| that 99 % of the tokens do not exceed) have
-    count 1 if anything was measured. Log-ratios are clamped to +-20.
+    abs_p99 is the nearest rank: the smallest |d| that 99 % of the tokens do not exceed. Log-ratios
+    are clamped to +-20.
     """
     d = log_ratio(logprobs, behaviour_logprobs, mask)
     w = jnp.exp(d)
-    distance = jnp.abs(d)
-    k3 = jnp.expm1(d) - d
-    count = mask.sum().astype(jnp.float32)
-    any_token = (count > 0).astype(jnp.float32)
-
-    def over(selected, values):
-        return jnp.where(selected, values, 0.0).sum()
-
-    ranked = jnp.sort(jnp.where(mask, distance, jnp.inf).reshape(-1))
-    rank = jnp.maximum(jnp.ceil(0.99 * count).astype(jnp.int32) - 1, 0)
-    sums = {
-        "mismatch/abs_mean": (over(mask, distance), count),
-        "mismatch/abs_max": (jnp.where(mask, distance, 0.0).max(), any_token),
-        "mismatch/abs_p99": (jnp.where(count > 0, ranked[rank], 0.0), any_token),
-        "mismatch/k1": (over(mask, -d), count),
-        "mismatch/k3": (over(mask, k3), count),
-        "policy/ratio": (over(mask, w), count),
-        "is/weight_squared": (over(mask, w * w), count),
+    columns = [jnp.ones_like(d), jnp.abs(d), -d, jnp.expm1(d) - d, w, w * w]
+    bucket = 2 * jnp.clip(lag, 0, MAX_LAG) + context_mixed.astype(jnp.int32)
+    member = (bucket[..., None] == jnp.arange(len(BUCKETS))) & mask[..., None]
+    sums = jax.lax.dot(
+        member.reshape(-1, len(BUCKETS)).T.astype(jnp.float32),
+        jnp.stack(columns, axis=-1).reshape(-1, len(COLUMNS)),
+        precision=jax.lax.Precision.HIGHEST,  # an accelerator's default would round the summands
+    )
+    count = mask.sum()
+    ranked = jnp.sort(jnp.where(mask, jnp.abs(d), jnp.inf).reshape(-1))
+    rank = jnp.maximum(jnp.ceil(0.99 * count.astype(jnp.float32)).astype(jnp.int32) - 1, 0)
+    return {
+        "sums": sums,
+        "abs_max": jnp.abs(d).max(),
+        "abs_p99": jnp.where(count > 0, ranked[rank], 0.0),
     }
-    for step in range(MAX_LAG + 1):
-        for kind, mixed in (("pure", False), ("mixed", True)):
-            of = mask & (jnp.minimum(lag, MAX_LAG) == step) & (context_mixed == mixed)
-            size = of.sum().astype(jnp.float32)
-            sums[f"mismatch/abs_mean_lag{step}_{kind}"] = (over(of, distance), size)
-            sums[f"mismatch/k3_lag{step}_{kind}"] = (over(of, k3), size)
-    return sums
 
 
-def with_ess(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Host side: is/ess in place of the sum of squared weights it is made of."""
-    metrics = dict(metrics)
-    squared = metrics.pop("is/weight_squared", None)
-    if squared is not None and squared.count and np.isfinite(squared.sum) and squared.sum > 0:
-        ess = metrics["policy/ratio"].sum ** 2 / (squared.sum * squared.count)
-        metrics["is/ess"] = Metric(ess, 1)
+def mismatch_metrics(totals: Mapping[str, np.ndarray]) -> dict[str, Metric]:
+    """Named metrics of host totals; a bucket nothing fell into is absent."""
+    buckets = [dict(zip(COLUMNS, row.tolist())) for row in np.asarray(totals["sums"], np.float64)]
+    whole = {name: sum(bucket[name] for bucket in buckets) for name in COLUMNS}
+    count = whole["count"]
+    if not count:
+        return {}
+    metrics = {
+        "mismatch/abs_mean": Metric(whole["abs"], count),
+        "mismatch/abs_max": Metric(float(totals["abs_max"]), 1),
+        "mismatch/abs_p99": Metric(float(totals["abs_p99"]), 1),
+        "mismatch/k1": Metric(whole["k1"], count),
+        "mismatch/k3": Metric(whole["k3"], count),
+        "policy/ratio": Metric(whole["w"], count),
+    }
+    if whole["w_squared"] > 0:
+        metrics["is/ess"] = Metric(whole["w"] ** 2 / (count * whole["w_squared"]), 1)
+    for (lag, kind), bucket in zip(BUCKETS, buckets):
+        if bucket["count"]:
+            for name in ("abs", "k3"):
+                label = "abs_mean" if name == "abs" else name
+                metrics[f"mismatch/{label}_lag{lag}_{kind}"] = Metric(bucket[name], bucket["count"])
     return metrics

@@ -1,4 +1,4 @@
-"""AdamW with gradient clipping and a learning-rate schedule, from settings.
+"""AdamW with a learning-rate schedule, from settings. The gradient is clipped where its norm is taken (step.py).
 
 The schedule counts updates that were applied (a skipped one does not advance it): warmup rises
 linearly to learning_rate over warmup_steps, its first update included, then constant, or falling to
@@ -49,15 +49,12 @@ def learning_rate(settings: LearnerSettings, total_steps: int) -> Schedule:
 
 
 def make_optimizer(settings: LearnerSettings, schedule: Schedule) -> optax.GradientTransformation:
-    """clip to grad_clip of the global norm, then AdamW. Source: AdamW arXiv:1711.05101."""
-    return optax.chain(
-        optax.clip_by_global_norm(settings.grad_clip),
-        optax.adamw(
-            schedule,
-            b1=settings.adam_b1,
-            b2=settings.adam_b2,
-            eps=settings.adam_eps,
-            weight_decay=settings.weight_decay,
-            mask=lambda params: {name: array.ndim >= 2 for name, array in params.items()},
-        ),
+    """Source: AdamW arXiv:1711.05101."""
+    return optax.adamw(
+        schedule,
+        b1=settings.adam_b1,
+        b2=settings.adam_b2,
+        eps=settings.adam_eps,
+        weight_decay=settings.weight_decay,
+        mask=lambda params: {name: array.ndim >= 2 for name, array in params.items()},
     )
