@@ -30,7 +30,7 @@ fast: $(STAMP)
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pyrefly check
+	$(PY) -m pyrefly check --python-interpreter-path $(PY) --min-severity error
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .

@@ -288,11 +288,15 @@ def readme_tree() -> dict[str, str]:
 
 
 def tracked() -> list[str]:
+    """Files of the repository; without git (an unpacked archive) all that is not hidden or made by a tool."""
     done = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
+        cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    return [line for line in done.stdout.splitlines() if (ROOT / line).exists()]
+    if done.returncode == 0:
+        return [line for line in done.stdout.splitlines() if (ROOT / line).is_file()]
+    made = re.compile(r"(^|/)(\.[^/]*|__pycache__|runs|[^/]*\.egg-info)(/|$)")
+    return [name for p in ROOT.rglob("*") if p.is_file() and not made.search(name := name_of(p))]
 
 
 def test_readme_lists_what_exists():
