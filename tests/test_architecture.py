@@ -1,6 +1,7 @@
 """The house's structure as tests: who may import whom, README tree = disk, sizes, nothing declared without use."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -287,6 +288,7 @@ def readme_tree() -> dict[str, str]:
     return out
 
 
+@cache
 def tracked() -> list[str]:
     """Files of the repository; without git (an unpacked archive) all that is not hidden or made by a tool."""
     done = subprocess.run(
@@ -295,8 +297,15 @@ def tracked() -> list[str]:
     )  # fmt: skip
     if done.returncode == 0:
         return [line for line in done.stdout.splitlines() if (ROOT / line).is_file()]
-    made = re.compile(r"(^|/)(\.[^/]*|__pycache__|runs|[^/]*\.egg-info)(/|$)")
-    return [name for p in ROOT.rglob("*") if p.is_file() and not made.search(name := name_of(p))]
+    files = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [
+            f
+            for f in folders
+            if f[0] != "." and f not in ("__pycache__", "runs") and "egg-info" not in f
+        ]
+        files += [name_of(Path(folder) / name) for name in names if name[0] != "."]
+    return files
 
 
 def test_readme_lists_what_exists():
