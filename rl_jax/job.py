@@ -6,6 +6,7 @@ rollout, sync. 5 The Driver, in the mode asked for. 6 summary.json and the repor
 Must not: decide the order of a step (driver.py), or check a value that config.parse could check.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from rl_jax import report
 from rl_jax.algorithms import ALGORITHMS
 from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.cluster import InProcCluster
-from rl_jax.config import Parsed
+from rl_jax.config import ConfigError, Parsed
 from rl_jax.driver import Driver, DriverState, Parts, Preempted, SyncFailed
 from rl_jax.learner.learner import Learner, NonFiniteError
 from rl_jax.ledger import Ledger, LedgerError
@@ -29,8 +30,10 @@ from rl_jax.models.model import Model
 from rl_jax.recorder import Recorder
 from rl_jax.resume import RunDirError
 from rl_jax.rollout.buffer import SampleBuffer, SelectionEmpty, TakeTimeout
+from rl_jax.rollout.player import EnvBudgetExhausted, FleetExhausted
 from rl_jax.rollout.rollout import Rollout, RolloutStopped
 from rl_jax.rollout.scheduler import SCHEDULERS
+from rl_jax.rollout.scripted import ScriptError
 from rl_jax.rollout.tasks import TaskStream
 from rl_jax.rollout.traces import read_groups
 from rl_jax.rollout.worker import EnvError, EnvPool
@@ -45,11 +48,15 @@ from rl_jax.weights.sync import WeightSync
 Resolve = Callable[[str, Mapping[str, Any]], Any]  # (name, literal table) -> the object
 
 EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (ConfigError, 2),
     (RunDirError, 2),
     (CheckpointError, 3),
     (FileNotFoundError, 3),
     (EnvError, 4),
+    (EnvBudgetExhausted, 4),
+    (ScriptError, 4),
     (SyncFailed, 5),
+    (FleetExhausted, 5),
     (TakeTimeout, 5),
     (RolloutStopped, 5),
     (NonFiniteError, 6),
@@ -70,14 +77,17 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
     options = parsed.options
     renderer = ChatRenderer(resolve(parsed.settings.model.tokenizer, TOKENIZERS)())
     plan = MeshPlan.from_settings(parsed.settings.mesh, parsed.settings.model)
-    if pool is not None:
-        with progress.phase("environments", "importing them in their worker processes"):
-            pool.prepare()
-    if options.dry_run:
-        return report.dry_run(parsed, plan, renderer, pool, resolve)
-    run_dir = RunDir.open(options.run_dir, parsed.settings, options.resume)
     with contextlib.ExitStack() as stack:
+        if pool is not None:
+            stack.callback(lambda: asyncio.run(pool.close()))
+            with progress.phase("environments", "importing them in their worker processes"):
+                _prepare(pool)
+        if options.dry_run:
+            return report.dry_run(parsed, plan, renderer, pool, resolve)
+        run_dir = RunDir.open(options.run_dir, parsed.settings, options.resume)
         stack.callback(run_dir.close)
+        if pool is not None:
+            pool.log_dir = run_dir.logs
         run_dir.start_logging()
         run_dir.write_env(devices=[str(device) for device in jax.devices()])
         progress.note(f"run directory {run_dir.path}")
@@ -93,6 +103,14 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             raise
         run_dir.status("done")
     return 0
+
+
+def _prepare(pool: EnvPool) -> None:
+    """An environment that cannot even list its tasks is a wrong config, not a budget that ran out."""
+    try:
+        pool.prepare()
+    except EnvError as error:
+        raise ConfigError([str(error)]) from None
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Environments for tests: EchoEnv, checkable by hand, and MisbehavingEnv, which breaks in every way an environment can.
+"""Environments for tests: EchoEnv and EvenEnv, checkable by hand, and MisbehavingEnv, which breaks in every way an environment can.
 
 Name them in a task source as "rl_jax.testing.envs:EchoEnv". They need no library.
 """
@@ -85,6 +85,41 @@ class EchoEnv:
         if self._is_solving is None:
             self._is_solving = rng.random() < skill
         return self._payload["answer"] if self._is_solving else "no"
+
+
+class EvenEnv:
+    """Asks `turns` times for a text whose first character has an even code; the sum of the rewards is 1 if all had.
+
+    An untrained policy meets it half of the time, so a group's rewards differ from the first step on.
+    """
+
+    splits = ("train", "eval")
+
+    def __init__(self):
+        self._left = 0
+        self._all = True
+
+    @classmethod
+    def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
+        config: EchoConfig = read_config(EchoConfig, cfg)
+        return [
+            Task(f"{split}/{i}", "even", "even", (), {"turns": config.turns, "number": i}, "env", 8)
+            for i in range(config.num_tasks)
+        ]
+
+    def reset(self, task: Task, seed: int) -> StepResult:
+        self._left, self._all = task.payload["turns"], True
+        return StepResult((Message("user", f"even {task.payload['number']}"),))
+
+    def step(self, action: Action) -> StepResult:
+        self._left -= 1
+        self._all = self._all and action.text[:1] != "" and ord(action.text[0]) % 2 == 0
+        if not self._left:
+            return StepResult((), float(self._all), True)
+        return StepResult((Message("user", f"again {len(action.text)}"),), 0.0)
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,230 @@
+"""The whole loop: against a straight reference, across meshes, and through its ends."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rl_jax import launch
+from rl_jax.algorithms.grpo import Grpo
+from rl_jax.checkpoint import Checkpointer
+from rl_jax.config import parse
+from rl_jax.engine.chunks import Piece
+from rl_jax.engine.chunks import pack as pack_chunk
+from rl_jax.engine.engine import JaxEngine
+from rl_jax.learner.batch import pack, with_advantages
+from rl_jax.learner.learner import Learner
+from rl_jax.mesh import MeshPlan, build_meshes
+from rl_jax.models.decoder import build_model
+from rl_jax.rollout.episode import env_seed, sample_seed
+from rl_jax.rollout.tasks import TaskStream
+from rl_jax.rollout.traces import read_groups
+from rl_jax.testing.envs import EvenEnv
+from rl_jax.tokens import ByteTokenizer, ChatRenderer
+from rl_jax.types import Group, Outcome, Reward, SlotSampling, Trajectory
+
+CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
+STEPS = 3
+
+
+def run_job(directory, *words, config=CONFIG):
+    assert launch.main([config, f"--run_dir={directory}", *words]) == 0
+    return directory
+
+
+@pytest.fixture(scope="session")
+def one_device(tmp_path_factory):
+    """A synchronous run on one device that also saved what it trained."""
+    return run_job(tmp_path_factory.mktemp("one") / "run")
+
+
+@pytest.fixture(scope="session")
+def split(tmp_path_factory):
+    """The same on the split mesh, training on two devices."""
+    return run_job(tmp_path_factory.mktemp("split") / "run", "--mesh=split_8:train2")
+
+
+def rows(directory):
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "time/step_s" in row]
+
+
+class Reference:
+    """The loop of a synchronous run without threads, servers, queues or ledger: one slot, one episode after the other."""
+
+    def __init__(self, settings):
+        self.s, tokenizer = settings, ByteTokenizer()
+        plan = MeshPlan.from_settings(settings.mesh)
+        meshes = build_meshes(plan)
+        self.model = build_model(settings.model, tokenizer.vocab_size)
+        self.renderer, self.algorithm = ChatRenderer(tokenizer), Grpo(settings.algorithm)
+        server = plan.servers[0]
+        self.engine = JaxEngine(
+            self.model, meshes.servers[server.name], server.rules, settings.engine, "reference"
+        )
+        self.learner = Learner(
+            self.model, meshes.train, plan.train.rules, self.algorithm, settings.learner,
+            max_rows=4, temperature=settings.rollout.temperature, total_steps=settings.steps,
+        )  # fmt: skip
+        self.learner.init(jax.random.key(settings.seed))
+        self.stream = TaskStream({"even": EvenEnv.tasks({}, "train")}, settings.seed)
+
+    def run(self):
+        for version in range(self.s.steps):
+            issued = [self.stream.next() for _ in range(self.s.rollout.batch_groups)]
+            groups = [self.group(i, version) for i in sorted(issued, key=lambda i: (i.epoch, i.index))]
+            batch = pack(groups, self.s.learner)
+            batch, _ = with_advantages(batch, groups, {}, self.algorithm, None, self.s.algorithm)
+            self.learner.step(batch, version=version)
+        return jax.device_get(self.learner.params)
+
+    def group(self, issued, version):
+        members = [self.episode(issued, k, version) for k in range(self.s.rollout.group_size)]
+        name = f"{issued.epoch}/{issued.index}"
+        return Group(name, issued.task.id, "even", issued.epoch, issued.index, tuple(members))
+
+    def episode(self, issued, sample, version):
+        env, params = EvenEnv(), self.learner.params
+        seen = env.reset(issued.task, env_seed(self.s.seed, issued.epoch, issued.index))
+        context = list(self.renderer.first(issued.task.messages + seen.messages))
+        logprobs, sampled, rewards = [0.0] * len(context), [False] * len(context), []
+        while len(rewards) < self.s.rollout.max_turns:
+            seed = sample_seed(self.s.seed, issued.epoch, issued.index, sample, len(rewards))
+            tokens, values = self.turn(params, context, seed)
+            context += tokens
+            logprobs, sampled = logprobs + values, sampled + [True] * len(tokens)
+            seen = env.step(self.renderer.parse(np.array(tokens)))
+            rewards.append(seen.reward)
+            if seen.done or len(rewards) == self.s.rollout.max_turns:
+                break
+            added = self.renderer.next(
+                seen.messages, closed=self.renderer.is_closed(np.array(tokens))
+            )
+            context += list(added)
+            logprobs, sampled = logprobs + [0.0] * len(added), sampled + [False] * len(added)
+        mask = np.array(sampled)
+        return Trajectory(
+            f"{issued.epoch}/{issued.index}/{sample}", 0, f"{issued.epoch}/{issued.index}",
+            issued.task.id, issued.epoch, issued.index, sample, "even",
+            np.array(context, np.int32), mask, np.array(logprobs, np.float32),
+            np.where(mask, version, -1).astype(np.int32), np.zeros(len(mask), bool),
+            np.zeros(len(mask), np.int16), np.array(rewards, np.float32), (), (),
+            Reward(float(sum(rewards)), {}, (), "scored", ""), Outcome.OK, None, None, version,
+        )  # fmt: skip
+
+    def turn(self, params, context, seed):
+        """The context computed anew, then one block after the other."""
+        s, state, slot = self.s, self.engine.init_state(), np.zeros(1, np.int32)
+        for start in range(0, len(context) - 1, s.engine.chunk_sizes[-1]):
+            piece = context[start : min(start + s.engine.chunk_sizes[-1], len(context) - 1)]
+            chunk = pack_chunk([Piece(np.array(piece, np.int32), start)], s.engine.chunk_sizes)
+            state = self.engine.append(params, state, slot, chunk)
+        stops = self.renderer.tokenizer.stop_token_ids
+        padded = [*stops, *[-1] * (s.engine.num_stop_tokens - len(stops))]
+
+        def one(value, dtype):
+            return np.array([value], dtype)
+
+        state = self.engine.insert(
+            state, [None], slot,
+            SlotSampling(
+                one(context[-1], np.int32), one(len(context), np.int32), one(seed, np.uint64),
+                one(0, np.int32), one(s.rollout.max_new_tokens, np.int32), one(1.0, np.float32),
+                one(1.0, np.float32), one(0, np.int32), np.array([padded], np.int32),
+                one(1, np.int32),
+            ),
+        )  # fmt: skip
+        _, block = self.engine.generate(params, state)  # max_new_tokens fits into one block
+        valid = np.asarray(block.valid)[0]
+        return (
+            np.asarray(block.tokens)[0][valid].tolist(),
+            np.asarray(block.logprobs)[0][valid].tolist(),
+        )
+
+
+def test_synchronous_training_equals_a_straight_loop_bit_for_bit(one_device):
+    settings = parse([CONFIG]).settings
+    assert settings.rollout.max_new_tokens <= settings.engine.steps_per_block
+    reference = Reference(settings)
+    wanted = reference.run()
+    state, extra = Checkpointer(one_device, settings.checkpoint).restore(
+        STEPS, reference.learner.abstract_state()
+    )
+    assert extra["version"] == STEPS
+    differing = [n for n in wanted if not np.array_equal(wanted[n], np.asarray(state.params[n]))]
+    assert not differing
+    trained = rows(one_device)
+    assert any(row["optim/grad_norm"] > 0 for row in trained), "nothing was learned in either loop"
+
+
+def test_the_sampler_and_the_trainer_agree_at_lag_zero(one_device, split):
+    for directory in (one_device, split):
+        summary = json.loads((directory / "summary.json").read_text())
+        assert 0 < summary["mismatch"]["lag0_mean_abs"] < 1e-5
+
+
+def test_replaying_saved_batches_gives_the_same_loss_on_both_meshes(one_device, tmp_path):
+    replay = f"--config.rollout.replay_dir={one_device}"
+    runs = [
+        run_job(tmp_path / name, "--mode=train_only", replay, *words)
+        for name, words in {"one": (), "split": ("--mesh=split_8:train4",)}.items()
+    ]
+    losses = [[row["policy/loss"] for row in rows(directory)] for directory in runs]
+    assert len(losses[0]) == STEPS
+    np.testing.assert_allclose(losses[0], losses[1], atol=1e-4, rtol=0)
+
+
+def test_sampled_tokens_agree_between_the_meshes_at_staleness_zero(one_device, split):
+    total = same = 0
+    for step in range(1, STEPS + 1):
+        ours, theirs = (
+            {t.uid.partition("/")[2]: t for g in read_groups(d / f"rollouts/step_{step}/train") for t in g.trajectories}
+            for d in (one_device, split)
+        )  # fmt: skip
+        assert ours.keys() == theirs.keys()
+        total += len(ours)
+        same += sum(np.array_equal(ours[u].tokens, theirs[u].tokens) for u in ours)
+    assert same / total >= 0.98
+
+
+def test_the_ledger_accounts_for_every_episode(one_device):
+    summary = json.loads((one_device / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert summary["episodes"]["TRAINED"] == STEPS * 4
+    assert summary["episodes"]["EVALUATED"] == 2 * 2  # before and after
+    assert not summary["episodes"]["RUNNING"]
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(one_device, tmp_path):
+    run_job(tmp_path, "--config.steps=1")
+    run_job(tmp_path, f"--config.steps={STEPS}")
+    reference = Reference(parse([CONFIG]).settings).learner
+    states = [
+        Checkpointer(d, parse([CONFIG]).settings.checkpoint).restore(STEPS, reference.abstract_state())[0]
+        for d in (one_device, tmp_path)
+    ]
+    for name in states[0].params:
+        np.testing.assert_array_equal(states[0].params[name], states[1].params[name], err_msg=name)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_asynchronous_training_holds_its_staleness_bound(tmp_path):
+    directory = run_job(
+        tmp_path, "--mesh=split_8:train1", "--config.rollout.max_staleness=1", "--config.steps=4"
+    )
+    stale = [row["staleness/max"] for row in rows(directory)]
+    assert max(stale) == 1
+    assert "mismatch/abs_mean_lag1_pure" in rows(directory)[-1]
+
+
+def test_rollout_only_saves_episodes_and_trains_nothing(tmp_path):
+    directory = run_job(tmp_path / "a", "--mode=rollout_only", "--config.steps=2")
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["episodes"]["TRAINED"] == 0
+    assert summary["episodes"]["DROPPED"] == 8
+    replayed = run_job(
+        tmp_path / "b", "--mode=train_only", f"--config.rollout.replay_dir={directory}", "--config.steps=2"
+    )
+    assert len(rows(replayed)) == 2
