@@ -1,0 +1,251 @@
+"""The Router as rollout's Sampler, over servers round FakeEngines."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rl_jax.mesh import MeshPlan
+from rl_jax.serve import Router
+from rl_jax.settings import MeshSettings, PoolSettings
+from rl_jax.types import FinishReason, Sampler, TurnError
+
+PLAN = MeshPlan.from_settings(
+    MeshSettings(
+        pools=(
+            PoolSettings("prefill", "prefill"),
+            PoolSettings("decode", "decode", devices=2, replicas=2),
+            PoolSettings("fast", "decode", tags=("hot",)),
+            PoolSettings("train", "train"),
+        )
+    )
+)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+async def play(router, kit, uid, num_turns=3, **fields):
+    """An episode: its turns, and its whole context. The env says [9, 2] after each turn."""
+    context, turns = [3, 1, 4, 1, 5, len(uid)], []
+    for turn in range(num_turns):
+        request = kit.request(uid, context, turn, max_new_tokens=3, **fields)
+        turns.append(await router.generate(request))
+        await asyncio.sleep(0)
+        context = [*context, *turns[-1].tokens.tolist(), 9, 2]
+    router.release(f"{uid}#0")
+    return turns, context
+
+
+def test_is_a_sampler_and_each_turn_is_right(kit):
+    d, p = kit.decode(), kit.prefill()
+    router = Router([d.server], [p], PLAN)
+    assert isinstance(router, Sampler)
+    turns, context = run(play(router, kit, "a", 10))
+    at = 6
+    for turn in turns:
+        assert turn.tokens.tolist() == d.engine.expected(context[:at], 3)
+        at += 5
+    assert [len(t.prompt_tokens) for t in turns] == [6] + [2] * 9
+    assert turns[0].cached_prompt == 0 and turns[-1].cached_prompt == len(context) - 8
+    assert turns[0].times_s["transfer"] > 0
+    # Each token's KV is computed once, the first turn's on the prefill server, the rest in place.
+    stats = d.server.stats()
+    assert (p.stats()["prefill_tokens"], stats["received_tokens"]) == (5, 5)
+    assert stats["append_tokens"] + stats["decode_tokens"] == len(context) - 3 - 5
+    assert (router.stats()["prefilled"], stats["recompute_tokens"]) == (1, 0)
+
+
+def test_without_prefill_servers_the_decode_server_does_it_all(kit):
+    d = kit.decode()
+    turns, context = run(play(Router([d.server], [], PLAN), kit, "a"))
+    assert turns[-1].tokens.tolist() == d.engine.expected(context[:-5], 3)
+    assert d.server.stats()["prefill_tokens"] == 5
+
+
+def test_sessions_stick_and_new_ones_go_where_fewest_live(kit):
+    servers = [kit.decode(name=f"decode.{i}") for i in range(2)]
+    router = Router([d.server for d in servers], [], PLAN)
+
+    async def main():
+        return await asyncio.gather(*[play(router, kit, f"e{i}") for i in range(8)])
+
+    names = []
+    for turns, _ in run(main()):
+        assert len({t.server for t in turns}) == 1
+        names.append(turns[0].server)
+    assert sorted(names) == ["decode.0"] * 4 + ["decode.1"] * 4
+    assert router.stats()["sessions"] == 0
+
+
+def test_tags_go_to_their_pool_and_capacity_says_how_many(kit):
+    plain = kit.decode(name="decode.0")
+    hot = kit.decode(name="fast.0", pool="fast", tags=("hot",), slots=2)
+    router = Router([plain.server, hot.server], [], PLAN)
+    assert router.capacity() == {"": 4, "hot": 2}
+
+    async def main():
+        return await asyncio.gather(
+            play(router, kit, "a", tag="hot"), play(router, kit, "b", tag="cold")
+        )
+
+    (a, _), (b, _) = run(main())
+    assert (a[0].pool, b[0].pool) == ("fast", "decode")
+    hot.server.fence("gone")
+    assert router.capacity() == {"": 4, "hot": 4}  # a preference, not a demand
+    assert run(play(router, kit, "c", tag="hot"))[0][0].pool == "decode"
+
+
+def test_version_is_the_lowest_of_the_live(kit):
+    servers = [kit.decode(name=f"decode.{i}", version=i + 3).server for i in range(2)]
+    router = Router(servers, [], PLAN)
+    assert router.version() == 3
+    servers[0].fence("gone")
+    assert router.version() == 4
+    servers[1].fence("gone")
+    assert router.version() == -1
+    with pytest.raises(TurnError, match="no decode server is live: decode.0: gone; decode.1: gone"):
+        run(router.generate(kit.request()))
+
+
+def test_abort_returns_what_was_sampled(kit):
+    d = kit.decode()
+    router = Router([d.server], [], PLAN)
+    d.gate.close()
+
+    async def main():
+        task = asyncio.create_task(router.generate(kit.request(max_new_tokens=40)))
+        await asyncio.to_thread(d.gate.arrive)
+        router.abort("a", "test")
+        d.gate.open()
+        return await task
+
+    turn = run(main())
+    assert (turn.finish, len(turn.tokens)) == (FinishReason.ABORT, 4)
+
+
+def test_abort_while_the_prefix_is_computed_gives_an_empty_turn(kit):
+    d, p = kit.decode(), kit.prefill(version=None)
+    router = Router([d.server], [p], PLAN)
+
+    async def main():
+        task = asyncio.create_task(router.generate(kit.request()))
+        while not p.num_jobs:
+            await asyncio.sleep(0)
+        router.abort("a", "test")
+        return await task
+
+    turn = run(main())
+    assert (turn.finish, turn.tokens.tolist()) == (FinishReason.ABORT, [])
+    assert turn.prompt_tokens.tolist() == [1, 2, 3]
+    assert router.stats()["prefill_fallbacks"] == 0
+
+
+def test_generate_never_outlives_its_deadline(kit):
+    d, idle = kit.decode(), kit.decode(name="decode.1", version=None)
+    d.gate.close()
+    for server in (d.server, idle.server):
+        router = Router([server], [], PLAN)
+        with pytest.raises(TurnError) as error:
+            run(router.generate(kit.request(max_new_tokens=40, deadline_s=0.05)))
+        assert error.value.kind == "deadline"
+    d.gate.open()
+    kit.until(lambda: not d.server._table.turns, "the abandoned turn to end at the server")
+
+
+def test_cancelled_generate_ends_the_turn_at_the_server(kit):
+    d = kit.decode(version=None)
+    router = Router([d.server], [], PLAN)
+
+    async def main():
+        task = asyncio.create_task(router.generate(kit.request()))
+        await asyncio.to_thread(kit.until, lambda: d.server.stats()["waiting"] == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(main())
+    kit.until(lambda: d.server.stats()["finish_abort"] == 1)
+
+
+def test_failed_prefill_server_costs_nothing_but_time(kit):
+    d, p = kit.decode(), kit.prefill()
+    router = Router([d.server], [p], PLAN)
+    p.engine.prefill = None  # its thread dies at the first job
+    turn = run(router.generate(kit.request()))
+    assert turn.tokens.tolist() == d.engine.expected([1, 2, 3], 6)
+    assert router.stats()["prefill_fallbacks"] == 1
+    assert run(router.generate(kit.request("b"))).tokens.tolist() == turn.tokens.tolist()
+    assert router.stats()["prefill_fallbacks"] == 1  # it is not asked again
+
+
+def test_session_of_a_fenced_server_starts_anew_elsewhere(kit):
+    servers = [kit.decode(name=f"decode.{i}") for i in range(2)]
+    router = Router([d.server for d in servers], [], PLAN)
+
+    async def main():
+        first = await router.generate(kit.request(tokens=[1, 2, 3], max_new_tokens=3))
+        home = next(d for d in servers if d.server.name == first.server)
+        home.gate.close()
+        context = [1, 2, 3, *first.tokens.tolist(), 9, 2]
+        request = kit.request(tokens=context, turn=1, max_new_tokens=9)
+        task = asyncio.create_task(router.generate(request))
+        await asyncio.to_thread(home.gate.arrive)
+        home.server.fence("gone")
+        home.gate.open()
+        with pytest.raises(TurnError) as error:
+            await task
+        assert error.value.retryable
+        return first, context, await router.generate(request)
+
+    first, context, second = run(main())
+    assert second.server != first.server
+    assert second.prompt_tokens.tolist() == [9, 2]
+    assert second.tokens.tolist() == servers[0].engine.expected(context, 9)
+    assert router.stats()["moved_sessions"] == 1
+
+
+def test_errors_of_the_request_are_raised_as_they_are(kit):
+    router = Router([kit.decode().server], [kit.prefill()], PLAN)
+    for fields, kind in (
+        ({"tokens": np.arange(64)}, "context"),
+        ({"adapter": "x"}, "unsupported"),
+        ({"stop": ("x",)}, "unsupported"),
+    ):
+        with pytest.raises(TurnError) as error:
+            run(router.generate(kit.request(**fields)))
+        assert error.value.kind == kind
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_slow_and_fast_episodes_with_swaps_and_more_than_fit_all_finish(kit, kv):
+    """The shape that deadlocks where a sync waits for episodes: queued ones, slow ones, a sync in mid-stream."""
+    servers = [kit.decode(name=f"decode.{i}", slots=2, chunk_requests=1) for i in range(2)]
+    prefill = kit.prefill()
+    router = Router([d.server for d in servers], [prefill], PLAN)
+    targets = [prefill, *(d.server for d in servers)]
+
+    async def main():
+        lengths = [2 + 4 * (i % 3 == 0) for i in range(14)]
+        tasks = [asyncio.create_task(play(router, kit, f"e{i}", n)) for i, n in enumerate(lengths)]
+        for version in range(1, 6):
+            for _ in range(20):
+                await asyncio.sleep(0)
+            for target in targets:
+                await asyncio.to_thread(kit.commit, target, version, kv=kv)
+        return await asyncio.gather(*tasks)
+
+    for turns, context in run(main()):
+        at = 6
+        for turn in turns:
+            versions = turn.versions.tolist()
+            assert versions == sorted(versions)
+            if kv == "recompute":
+                want = servers[0].engine.expected(context[:at], 3, offset=versions)
+                assert turn.tokens.tolist() == want
+                assert not turn.context_mixed.any()
+            at += 5
+    for d in servers:
+        stats = d.server.stats()
+        assert stats["requests"] == stats["finished"] and stats["stale_tokens"] == 0
