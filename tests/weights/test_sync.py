@@ -10,7 +10,7 @@ import pytest
 from rl_jax.settings import WeightSettings
 from rl_jax.weights.lanes import Lane, Overdue, wait
 from rl_jax.weights.packed_copy import PackedCopy
-from rl_jax.weights.sync import WeightSync
+from rl_jax.weights.sync import IN_FLIGHT, WeightSync
 
 
 class Fleet:
@@ -298,6 +298,26 @@ def test_buffers_in_transit_are_never_reused(kit):
         sync.close()
     for arrays, host in kept:
         assert all(np.array_equal(np.asarray(arrays[n]), x) for n, x in host.items())
+
+
+def test_no_more_buckets_are_sent_than_may_be_in_flight(fleet):
+    """Memory on both sides is bounded by buckets, however slow a server is."""
+    sent = []
+
+    class Counting(PackedCopy):
+        def send(self, params, names, targets):
+            sent.append(names)
+            return super().send(params, names, targets)
+
+    f = fleet(transport=Counting, decode=1, bucket_bytes=1)
+    f.sync.publish(f.train.params, 0)
+    assert len(sent) == 8
+    release = threading.Event()
+    f.servers["decode.0"]._fault = lambda phase, server: phase == "stage" and release.wait(30)
+    f.sync.settings = WeightSettings(deadline_s=0.3)
+    assert f.sync.publish(f.train.params, 1).state == "ABORTED"
+    release.set()
+    assert len(sent) == 8 + IN_FLIGHT
 
 
 def test_lane_that_is_stuck_refuses_more_calls_instead_of_blocking():
