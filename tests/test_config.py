@@ -40,6 +40,22 @@ ONE_DEVICE = """
 """
 
 
+TWO_TASKS = """
+    from mesh_configs import split_8
+
+    def get_config():
+        config = default_config()
+        config.mesh = split_8.get_config()
+        config.tasks.sources = [ConfigDict({"tag": "frozen_lake"}), ConfigDict({"tag": "chain_sum"})]
+        return config
+"""  # the words below are meant for this one, whatever values the quickstart is tuned to
+
+
+@pytest.fixture
+def two_tasks(tmp_path):
+    return config_file(tmp_path, TWO_TASKS, "two_tasks.py")
+
+
 # --- every bad config raises its line ------------------------------------------------------------------------------
 
 BAD = [
@@ -118,15 +134,16 @@ BAD = [
 
 
 @pytest.mark.parametrize("word, line", BAD, ids=[word for word, _ in BAD])
-def test_bad_config_raises_its_line(word, line):
-    errors = errors_of(word)
+def test_bad_config_raises_its_line(two_tasks, word, line):
+    errors = errors_of(two_tasks, word)
     assert any(line in error for error in errors), errors
     assert all("\n" not in error for error in errors)
     assert len(errors) <= (4 if word.startswith("--config.mesh") else 2), errors
 
 
-def test_all_errors_at_once_and_each_once():
+def test_all_errors_at_once_and_each_once(two_tasks):
     errors = errors_of(
+        two_tasks,
         "--config.learner.learning_rat=1", "--config.engine.slots=-5", "steps=3", "--config.steps=nan",
         "--config.rollout.batch_groups=7", "--config.rollout.batch_groups=9", "--config.algorithm.name=x",
     )  # fmt: skip
@@ -206,8 +223,9 @@ def test_help_prints_the_usage_and_exits_zero(capsys):
     assert "--config.a.b=value" in capsys.readouterr().out
 
 
-def test_override_reaches_free_mappings_lists_and_tuples():
+def test_override_reaches_free_mappings_lists_and_tuples(two_tasks):
     settings = parse([
+        two_tasks,
         "--config.tasks.sources[0].config.num_maps=32", "--config.engine.chunk_sizes=32,128", "--config.model.qk_norm",
         "--config.learner.learning_rate=1", "--config.mesh.pools[0].devices=(0,1)",
         "--config.mesh.pools[1].tags=chain_sum",
