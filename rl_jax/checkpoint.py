@@ -48,14 +48,14 @@ class Checkpointer:
     """Sole writer of <run>/checkpoints. Used from one thread."""
 
     def __init__(self, run_dir: str | Path, settings: CheckpointSettings, config_hash: str = ""):
-        """config_hash: stored in every manifest. Ends what a killed process left: a complete bundle gets its name."""
+        """config_hash: stored in every manifest. Touches nothing: a reader of another run's steps leaves them alone."""
         self.directory = Path(run_dir).absolute() / "checkpoints"
         self._settings, self._config_hash = settings, config_hash
         self._verified: set[int] = set()
         self._orbax: Any = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._sweep()
+        self._swept = False
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Begins to write `state` (a pytree of arrays; it may be donated after this returns) and `extra` (JSON).
@@ -64,6 +64,7 @@ class Checkpointer:
         extra is not JSON (NaN included).
         """
         self.wait()
+        self._sweep()
         leaves = _flatten(state)
         manifest = {
             "format": FORMAT,
@@ -107,6 +108,7 @@ class Checkpointer:
     def latest(self) -> int | None:
         """The newest step whose bytes all verify, None if there is none. Newer ones that do not are quarantined."""
         self.wait()
+        self._sweep()
         for step in sorted(self._steps(), reverse=True):
             if (fault := self._fault(step)) is None:
                 return step
@@ -176,9 +178,10 @@ class Checkpointer:
             self._verified.discard(step)
 
     def _sweep(self) -> None:
-        """What a killed process left: complete bundles get their name, the rest goes."""
-        if not self.directory.is_dir():
+        """Once, what a killed process left: complete bundles get their name, the rest goes."""
+        if self._swept or not self.directory.is_dir():
             return
+        self._swept = True
         for path in self.directory.glob(".tmp_step_*"):
             final = self.directory / path.name.removeprefix(".tmp_")
             if not final.exists() and _verify(path) is None:

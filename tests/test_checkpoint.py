@@ -77,8 +77,10 @@ def run(saved, tmp_path):
 
 
 def data_files(run, step):
-    """The files that hold array bytes."""
-    return [p for p in (run / "checkpoints" / f"step_{step}" / "state").rglob("d/*") if p.is_file()]
+    """The files that hold array bytes, the largest first, no two alike."""
+    root = run / "checkpoints" / f"step_{step}" / "state"
+    unlike = {p.read_bytes(): p for p in root.rglob("d/*") if p.is_file()}
+    return [unlike[data] for data in sorted(unlike, key=len, reverse=True)]
 
 
 def test_restored_state_equals_the_saved_one_with_its_extra(saved):
@@ -210,7 +212,9 @@ def test_what_a_killed_save_left_is_swept_and_a_complete_bundle_gets_its_name(ru
     (root / "step_2").rename(root / ".tmp_step_2")  # killed before the rename
     shutil.copytree(root / "step_1", root / ".tmp_step_3")  # killed while writing: not what it says
     shutil.copytree(root / "step_1", root / ".trash_step_0")  # killed while deleting
-    assert Checkpointer(run, CheckpointSettings()).latest() == 2
+    checkpointer = Checkpointer(run, CheckpointSettings())
+    assert len(list(root.iterdir())) == 4  # a mere reader touches nothing
+    assert checkpointer.latest() == 2
     assert sorted(p.name for p in root.iterdir()) == ["step_1", "step_2"]
 
 
@@ -222,6 +226,7 @@ def test_extra_that_is_not_json_is_refused_at_once(tmp_path):
 def test_failed_save_names_the_directory_and_older_steps_stay(run):
     checkpointer = Checkpointer(run, CheckpointSettings())
     root = run / "checkpoints"
+    checkpointer.latest()
     (root / ".tmp_step_3").write_text("in the way")
     with pytest.raises(CheckpointError, match="step 3 was not saved into .*older steps are whole"):
         checkpointer.save(3, make_state(3, jax.devices()[:2], {"fsdp": 2}), {})
