@@ -102,7 +102,9 @@ class JaxEngine:
         requests share (`row` is its own); version -1 and no hash: the caller knows them. Prefixes
         stay valid.
         """
-        visible = self._visible(chunk)
+        # A prefix may be padded further than its own tokens reach: its chunk's longest request says how far.
+        lengths = [p.kv[0][0].shape[1] for p in prefixes if p is not None]
+        visible = max(self._visible(chunk), *lengths, 0)
         kv = self._scratch(visible)
         for source, rows in self._by_source(prefixes, np.arange(len(prefixes)), self.num_requests):
             kv = self._insert_scratch(kv, source, rows)
@@ -182,36 +184,35 @@ class JaxEngine:
         return self.settings.chunk_requests
 
     def warmup(self, params: Mapping[str, jax.Array], *, decode: bool = True) -> int:
-        """Compile what a decode (or else a prefill) server will call, so that no request waits for
-        it.
+        """Compile what a decode (or else a prefill) server will call, so that no request waits.
 
         Runs each program once on padding. Returns: the number of programs.
         """
-        num_programs = 0
-        state = self.init_state() if decode else None
-        for size in self.settings.chunk_sizes:
-            for visible in self.visible_buckets:
-                chunk = padding_chunk(size, self.num_requests, visible)
-                if decode:
-                    state = self.append(params, state, np.zeros(0, np.int32), chunk)
-                else:
-                    prefixes = self.prefill(params, chunk, [None] * self.num_requests)
-                num_programs += 1
-        if decode:
-            none = np.zeros(0, np.int32)
-            values = empty_sampling(self.settings.num_stop_tokens)
-            for visible in self.visible_buckets:
-                prefix = Prefix(self._scratch(visible), 0, -1, None, "", self.spec)
-                dropped = np.full(1, self.settings.slots, np.int32)
-                rows = next(self._by_source([prefix], dropped, self.settings.slots))[1]
-                state = replace(state, kv=self._insert_state(state.kv, prefix.kv, rows))
-            state = self.free(self.insert(state, [], none, values), none)
-            state, made = self.generate(params, state)
-            jax.block_until_ready(made.tokens)
-            num_programs += 3 + len(self.visible_buckets)
-        else:
-            jax.block_until_ready(prefixes[0].kv)
-        return num_programs
+        chunks = [
+            padding_chunk(size, self.num_requests, visible)
+            for size in self.settings.chunk_sizes
+            for visible in self.visible_buckets
+        ]
+        if not decode:
+            for chunk in chunks:
+                prefixes = self.prefill(params, chunk, [None] * self.num_requests)
+                jax.block_until_ready(prefixes[0].kv)
+            none = np.full(self.num_requests, self.num_requests, np.int32)
+            pairs = [(n, m) for n in self.visible_buckets for m in self.visible_buckets if n <= m]
+            for shorter, longer in pairs:  # contexts that are cut into several chunks
+                self._insert_scratch(self._scratch(longer), self._scratch(shorter), none)
+            return len(chunks) + len(pairs)
+        none, state = np.zeros(0, np.int32), self.init_state()
+        for chunk in chunks:
+            state = self.append(params, state, none, chunk)
+        dropped = np.full(self.num_requests, self.settings.slots, np.int32)
+        for visible in self.visible_buckets:
+            kv = self._insert_state(state.kv, self._scratch(visible), dropped)
+            state = replace(state, kv=kv)
+        state = self.insert(state, [], none, empty_sampling(self.settings.num_stop_tokens))
+        state, made = self.generate(params, self.free(state, none))
+        jax.block_until_ready(made.tokens)
+        return len(chunks) + len(self.visible_buckets) + 3
 
     def _compile(self) -> None:
         model, spec, dtype = self.model, self.spec, self.dtype

@@ -172,13 +172,11 @@ def insert_rows(kv: Cache, source: Cache, rows: jax.Array) -> Cache:
     """Copy row r of `source` (k, v [R, T, K, Dh]) to the first T positions of row rows[r]; out of
     range = not copied.
     """
-    return tuple(
-        tuple(
-            into.at[rows, : rows_of.shape[1]].set(rows_of, mode="drop")
-            for into, rows_of in zip(pair, source_pair)
-        )
-        for pair, source_pair in zip(kv, source)
-    )
+
+    def copy(into: jax.Array, source: jax.Array) -> jax.Array:
+        return into.at[rows, : source.shape[1]].set(source, mode="drop")
+
+    return jax.tree.map(copy, kv, source)
 
 
 def arm(slots: SlotState, rows: jax.Array, values: SlotState) -> SlotState:

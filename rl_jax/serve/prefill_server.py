@@ -212,22 +212,24 @@ class PrefillServer:
         self._counters["chunks"] += 1
         self._counters["chunk_s"] += end - start
         self._loop.num_done += 1
+        whole = []
         for job, prefix, n in zip(jobs, prefixes, taken):
             self._counters["prefill_tokens"] += n
             job.prefix = replace(prefix, version=self.version)
-        self._hand_over([job for job in jobs if job.missing == 0])
+            if job.missing == 0:
+                whole.append((job, job.prefix))
+        self._hand_over(whole)
 
-    def _hand_over(self, jobs: Sequence[Job]) -> None:
-        moved: dict[tuple[int, str], Any] = {}  # (arrays, target) -> arrays there
-        for job in jobs:
+    def _hand_over(self, whole: Sequence[tuple[Job, Prefix]]) -> None:
+        """Move prefixes that one chunk completed: they share their arrays, so once per target."""
+        moved: dict[str, Any] = {}  # target -> arrays there
+        for job, prefix in whole:
             start = time.monotonic()
-            kv, to = job.prefix.kv, job.target.engine.prefix_sharding
-            key = (id(kv), job.target.name)
-            if key not in moved:
-                moved[key] = move(kv, self.engine.prefix_sharding, to)
-            prefix = replace(
-                job.prefix, kv=moved[key], tokens_sha=tokens_sha(job.request.tokens[:-1])
-            )
+            target, to = job.target.name, job.target.engine.prefix_sharding
+            if target not in moved:
+                moved[target] = move(prefix.kv, self.engine.prefix_sharding, to)
+            sha = tokens_sha(job.request.tokens[:-1])
+            prefix = replace(prefix, kv=moved[target], tokens_sha=sha)
             end = time.monotonic()
             self._counters["transfer_s"] += end - start
             job.times_s = {

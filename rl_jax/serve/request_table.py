@@ -336,7 +336,7 @@ class RequestTable:
             self._filling.remove(turn)
         elif turn.phase is Phase.READY:
             self._ready.remove(turn)
-        else:
+        elif session.slot is not None:
             del self._running[session.slot]
         if turn.prefix is not None and turn.phase is not Phase.WAITING:
             session.drop_kv()  # it was never inserted

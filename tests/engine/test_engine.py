@@ -244,6 +244,21 @@ def test_padded_requests_write_nothing(engine, params, kit, rng):
             assert changed.tolist() == [[3, 0], [3, 1]]
 
 
+def test_prefix_padded_for_a_longer_neighbour_goes_on_in_a_shorter_chunk(tiny, params, kit, rng):
+    engine = kit.make_engine(tiny[0], context=300)
+    assert engine.visible_buckets == (256, 300)
+    context = np.array(context_of(rng, 20), np.int32)
+    pieces = [Piece(np.ones(1, np.int32), 280), Piece(context[:9], 0)]
+    _, first = engine.prefill(params, pack(pieces, (16,)), [None, None])
+    assert first.kv[0][0].shape[1] == 300
+    got = engine.prefill(params, pack([Piece(context[9:], 9)], (16,)), [first])[0]
+    want = engine.prefill(params, pack([Piece(context, 0)], (64,)), [None])[0]
+    assert want.kv[0][0].shape[1] == 256
+    for pair, whole in zip(got.kv, want.kv):
+        for a, b in zip(pair, whole):
+            assert (np.asarray(a)[got.row, :20] == np.asarray(b)[want.row, :20]).all()
+
+
 def test_chunk_over_the_context_is_refused(engine, params):
     chunk = pack([Piece(np.array([5], np.int32), 64)], (16,))
     with pytest.raises(ValueError, match="position 64 but engine.context=64"):
