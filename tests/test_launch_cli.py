@@ -72,7 +72,7 @@ def test_environment_that_cannot_be_imported_is_told_with_its_own_error(tmp_path
         ],
         capture_output=True, text=True, cwd=ROOT, timeout=120, env=env,
     )  # fmt: skip
-    assert done.returncode == 4, done.stderr
+    assert done.returncode == 2, done.stderr
     assert (
         "a_library_that_is_not_here" in done.stderr
         and "Traceback (most recent call last)" not in done.stderr
