@@ -43,6 +43,7 @@ class LossInputs:
 
 class Algorithm(Protocol):
     needs: frozenset[str]  # extras that learner.score must compute first, e.g. {"old_logprobs"}
+    samples: bool  # trains on what the policy sampled, so behaviour log-probs and versions are real
 
     def trains(self, trajectory: Trajectory) -> bool:
         """Whether the trajectory's sampled tokens are trained and counted."""

@@ -17,6 +17,7 @@ from rl_jax.types import Group, Trajectory
 
 class Rloo:
     needs: frozenset[str] = frozenset()
+    samples = True
 
     def __init__(self, settings: AlgorithmSettings):
         self.settings = settings

@@ -17,6 +17,7 @@ from rl_jax.types import Group, Trajectory
 
 class Sft:
     needs: frozenset[str] = frozenset()
+    samples = False
 
     def __init__(self, settings: AlgorithmSettings):
         self.settings = settings

@@ -89,6 +89,10 @@ class Learner:
             out_shardings=(self._state_shardings, self._replicated),
         )
         self._score = jax.jit(make_score(forward), out_shardings=self._rows)
+        self._fresh_state = jax.jit(self._fresh, out_shardings=self._state_shardings)
+        self._copy = jax.jit(
+            lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self._state_shardings
+        )
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -111,16 +115,11 @@ class Learner:
 
     def reset(self, params: Mapping[str, jax.Array]) -> None:
         """Start a new optimizer on a copy of these weights (after a warm start, or from a checkpoint of weights)."""
-        make = jax.jit(self._fresh, out_shardings=self._state_shardings)
-        self._state = make(self._placed(dict(params), self.param_shardings))
+        self._state = self._fresh_state(self._placed(dict(params), self.param_shardings))
 
     def load(self, state: TrainState) -> None:
         """Go on from a state of abstract_state()'s structure; its arrays are copied."""
-        placed = self._placed(state, self._state_shardings)
-        copy = jax.jit(
-            lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self._state_shardings
-        )
-        self._state = copy(placed)
+        self._state = self._copy(self._placed(state, self._state_shardings))
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for a checkpoint to restore into."""
@@ -145,7 +144,8 @@ class Learner:
         metrics |= mismatch_metrics(out["mismatch"])
         if metrics["optim/skipped"].sum:
             self._report_skip(batch, version, metrics, int(in_row))
-        return {**metrics, **_batch_metrics(batch, version)}
+        metrics |= _batch_metrics(batch)
+        return {**metrics, **_staleness(batch, version)} if self.algorithm.samples else metrics
 
     def score(self, batch: Batch, needs: Iterable[str]) -> dict[str, np.ndarray]:
         """The extras an algorithm needs, f32[B, T] each, 0 where not trained.
@@ -245,7 +245,7 @@ class Learner:
             )
 
 
-def _batch_metrics(batch: Batch, version: int) -> dict[str, Metric]:
+def _batch_metrics(batch: Batch) -> dict[str, Metric]:
     """What the host knows of a batch without the device."""
     tokens = int(batch.seq_len.sum())
     trained = int(batch.targets_mask.sum())
@@ -256,10 +256,16 @@ def _batch_metrics(batch: Batch, version: int) -> dict[str, Metric]:
     }
     if batch.tokens.size:
         metrics["batch/fill"] = Metric(tokens, batch.tokens.size)
-    versions = batch.versions[batch.targets_mask & (batch.versions >= 0)]
-    if len(versions):
-        lags = version - versions
-        low, high = float(lags.min()), float(lags.max())
-        metrics["staleness/mean"] = Metric(float(lags.sum()), len(lags), low, high)
-        metrics["staleness/max"] = Metric(high, 1)
     return metrics
+
+
+def _staleness(batch: Batch, version: int) -> dict[str, Metric]:
+    """Age of the trained tokens, in versions."""
+    ages = version - batch.versions[batch.targets_mask]
+    if not len(ages):
+        return {}
+    low, high = float(ages.min()), float(ages.max())
+    return {
+        "staleness/mean": Metric(float(ages.sum()), len(ages), low, high),
+        "staleness/max": Metric(high, 1),
+    }

@@ -30,7 +30,7 @@ def microbatches(
              microbatch_rows: R.  chunk: trained tokens of a row whose logits are live at once.
     Returns: i32[M, R, T] tokens, positions, segment_ids; [M, R, K] target_index (column of the k-th trained token),
              target_tokens, target_mask, target_segments, target_turns, behaviour_logprobs, advantages, loss_weights,
-             lag (version minus the token's; -1 where nobody sampled it), context_mixed and each extra;
+             lag (version minus the token's), context_mixed and each extra;
              i32[M] num_chunks that hold a trained token, and i32[] num_microbatches that hold a row.
     Raises:  ValueError if the batch has more rows than the capacity, or a token is newer than its consumer.
     """
@@ -64,7 +64,6 @@ def microbatches(
         out[:, : batch.row_tokens] = gathered
         return rows(out)
 
-    lag = np.where(batch.versions >= 0, version - batch.versions, -1).astype(np.int32)
     columns = np.broadcast_to(np.arange(batch.row_tokens, dtype=np.int32), batch.tokens.shape)
     most = rows(counts).max(axis=1)
     return {
@@ -79,7 +78,7 @@ def microbatches(
         "behaviour_logprobs": targets(batch.behaviour_logprobs),
         "advantages": targets(batch.advantages),
         "loss_weights": targets(batch.loss_weights),
-        "lag": targets(lag),
+        "lag": targets(version - batch.versions),
         "context_mixed": targets(batch.context_mixed),
         **{name: targets(array) for name, array in batch.extras.items()},
         "num_chunks": np.ceil(most / chunk).astype(np.int32),

@@ -57,7 +57,9 @@ def mismatch_totals(
 
 
 def mismatch_metrics(totals: Mapping[str, np.ndarray]) -> dict[str, Metric]:
-    """Named metrics of host totals; a bucket nothing fell into is absent."""
+    """Named metrics of host totals; a bucket nothing fell into is absent. {} gives {}."""
+    if not totals:
+        return {}
     buckets = [dict(zip(COLUMNS, row.tolist())) for row in np.asarray(totals["sums"], np.float64)]
     whole = {name: sum(bucket[name] for bucket in buckets) for name in COLUMNS}
     count = whole["count"]

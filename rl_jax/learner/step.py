@@ -144,13 +144,15 @@ def make_step(
         grads = jax.tree.map(lambda g: g * scale, out["grads"])
         state_after = _update(state, grads, optimizer, finite, applied)
         one = jnp.float32(1)
-        mismatch = mismatch_totals(
-            out["logprobs"],
-            batch["behaviour_logprobs"],
-            batch["target_mask"] & (batch["lag"] >= 0),  # a script has no sampler
-            batch["lag"],
-            batch["context_mixed"],
-        )
+        mismatch = {}
+        if algorithm.samples:
+            mismatch = mismatch_totals(
+                out["logprobs"],
+                batch["behaviour_logprobs"],
+                batch["target_mask"],
+                batch["lag"],
+                batch["context_mixed"],
+            )
         sums = {
             **out["sums"],
             "policy/loss": (out["loss"], one),
