@@ -1,0 +1,68 @@
+"""Mismatch by lag and by pure or mixed KV, by hand."""
+
+import jax
+import numpy as np
+import pytest
+
+from rl_jax.learner.mismatch import mismatch_metrics, mismatch_totals
+
+TOTALS = jax.jit(mismatch_totals)
+
+
+def metrics_of(d, lag=0, mixed=False, mask=True):
+    """Metrics for log-ratios d; behaviour log-probs are -1."""
+    d = np.atleast_1d(np.asarray(d, np.float32))
+    slots = 1000  # one shape, so one program, for all tests: the rest is masked
+    d = np.pad(d, (0, slots - len(d)), constant_values=np.nan)
+    full = [np.resize(x, len(d)) if np.ndim(x) else np.full(len(d), x) for x in (lag, mixed)]
+    mask = np.isfinite(d) & (np.pad(mask, (0, slots - len(mask))) if np.ndim(mask) else mask)
+    return mismatch_metrics(jax.device_get(TOTALS(d - 1, np.full_like(d, -1), mask, *full)))
+
+
+def test_each_token_falls_into_one_bucket():
+    d = np.array([0.1, -0.2, 0.3, 0.4, -0.5, 0.6, 9.0])
+    lag = np.array([0, 0, 1, 2, 3, 7, 0])
+    mixed = np.array([0, 1, 0, 0, 0, 0, 0], bool)
+    mask = np.array([1, 1, 1, 1, 1, 1, 0], bool)
+    metrics = metrics_of(d, lag, mixed, mask)
+    means = {n: (m.mean, m.count) for n, m in metrics.items() if n.startswith("mismatch/abs_mean_")}
+    want = {
+        "mismatch/abs_mean_lag0_pure": (0.1, 1),
+        "mismatch/abs_mean_lag0_mixed": (0.2, 1),
+        "mismatch/abs_mean_lag1_pure": (0.3, 1),
+        "mismatch/abs_mean_lag2_pure": (0.4, 1),
+        "mismatch/abs_mean_lag3_pure": (0.55, 2),
+    }
+    assert means.keys() == want.keys()  # a bucket nothing fell into is absent, never 0
+    for name, (mean, count) in want.items():
+        assert means[name] == (pytest.approx(mean, rel=1e-6), count)
+    assert metrics["mismatch/abs_mean"].count == 6
+    assert metrics["mismatch/abs_max"].mean == pytest.approx(0.6)
+
+
+def test_estimators_by_hand():
+    metrics = metrics_of([0.5, -0.5])
+    w = np.exp([0.5, -0.5])
+    assert metrics["mismatch/k1"].mean == pytest.approx(0.0, abs=1e-7)
+    assert metrics["mismatch/k3"].mean == pytest.approx(np.mean(w - 1 - [0.5, -0.5]), rel=1e-5)
+    assert metrics["policy/ratio"].mean == pytest.approx(w.mean(), rel=1e-6)
+    assert metrics["is/ess"].mean == pytest.approx(w.sum() ** 2 / (2 * (w**2).sum()), rel=1e-6)
+
+
+def test_equal_logprobs_have_no_mismatch():
+    metrics = metrics_of(np.zeros(5))
+    assert metrics["is/ess"].mean == 1.0
+    for name in ("abs_mean", "abs_max", "abs_p99", "k1", "k3", "abs_mean_lag0_pure"):
+        assert metrics[f"mismatch/{name}"].mean == 0.0
+
+
+@pytest.mark.parametrize(("num", "rank"), [(1, 1), (50, 50), (100, 99), (1000, 990)])
+def test_p99_is_the_nearest_rank(num, rank):
+    d = np.random.default_rng(0).permutation(num) + 1.0
+    metrics = metrics_of(d / num)
+    assert metrics["mismatch/abs_p99"].mean == pytest.approx(rank / num)
+
+
+def test_nothing_measured_is_nothing_said():
+    assert metrics_of([1.0, 2.0], mask=False) == {}
+    assert mismatch_metrics({}) == {}
