@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from rl_jax.engine.engine import JaxEngine
 from rl_jax.mesh import MeshPlan, build_meshes
 from rl_jax.models.decoder import Model
+from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.serve.router import Router
-from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.settings import Settings
 
 LOG = logging.getLogger(__name__)

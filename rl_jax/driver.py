@@ -24,9 +24,6 @@ from rl_jax.rollout.buffer import TakeInterrupted
 from rl_jax.settings import Settings
 from rl_jax.types import Group, SyncResult
 
-EXIT_DONE, EXIT_CONFIG, EXIT_DATA, EXIT_ENV, EXIT_FLEET, EXIT_NUMERIC, EXIT_STORAGE = 0, 2, 3, 4, 5, 6, 7
-EXIT_PREEMPTED, EXIT_INTERRUPT = 75, 130
-
 
 class SyncFailed(RuntimeError):
     """Weights could not be published within the retries; at max_staleness 0 nothing else can go on."""
@@ -57,7 +54,8 @@ class DriverState:
 
     version: int = 0
     algorithm: Any = None
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)  # name -> {"first": success, "last": success}
+    # name -> {"first": success, "last": success}
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Driver:
@@ -65,7 +63,9 @@ class Driver:
 
     def __init__(self, parts: Parts, settings: Settings, state: DriverState):
         self.parts, self.settings, self.state = parts, settings, state
-        self._stop: int | None = None  # the signal that asked to stop, seen between steps and while waiting
+        self._stop: int | None = (
+            None  # the signal that asked to stop, seen between steps and while waiting
+        )
 
     def run(self) -> DriverState:
         """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
@@ -154,13 +154,16 @@ class Driver:
     def publish(self, version: int) -> SyncResult:
         """New weights to every server; a sync that ends ABORTED is retried `weights.retries` times."""
         p, cfg = self.parts, self.settings
+        result: Any = None
         for _ in range(1 + cfg.weights.retries):
             result = p.sync.publish(p.learner.params, version)
             if result.state in ("PUBLISHED", "PARTIAL"):
                 self.state.version = version
                 p.rollout.published(version)
                 return result
-            p.recorder.event("sync", state=result.state, version=version, fenced=list(result.fenced))
+            p.recorder.event(
+                "sync", state=result.state, version=version, fenced=list(result.fenced)
+            )
             if result.state == "FAILED":
                 break
         raise SyncFailed(
@@ -199,7 +202,9 @@ class Driver:
         except TakeInterrupted:
             pass  # the step has not begun: its groups are pending and will be issued again
         self.save()
-        raise Preempted(f"stopped by signal {self._stop} before step {step}; saved, --resume=auto goes on")
+        raise Preempted(
+            f"stopped by signal {self._stop} before step {step}; saved, --resume=auto goes on"
+        )
 
     def _ask_stop(self, signum: int) -> None:
         self._stop = signum
@@ -237,7 +242,8 @@ class _on_sigterm:
     """SIGTERM calls `handle` while the block runs (main thread only; elsewhere a no-op, as in a notebook)."""
 
     def __init__(self, handle: Callable[[int], None]):
-        self._handle, self._old = handle, None
+        self._handle = handle
+        self._old: Any = None
 
     def __enter__(self):
         try:

@@ -1,8 +1,9 @@
 """One job: the parts of a config, built in order, run in a mode, closed in reverse.
 
-Life of `run`: 1 The environments' tasks are read; nothing is written before all is known to fit. 2 The run directory is
-opened. 3 Model and learner; weights from a checkpoint, or fresh and warm-started on scripted episodes. 4 Servers, router,
-rollout, sync. 5 The Driver, in the mode asked for. 6 summary.json and the report; everything is closed, whatever happened.
+Life of `run`: 1 The environments' tasks are read; nothing is written before all is known to fit. 2 The run directory
+is opened. 3 Model and learner; weights from a checkpoint, or fresh and warm-started on scripted episodes. 4 Servers,
+router, rollout, sync. 5 The Driver, in the mode asked for. 6 summary.json and the report; everything is closed,
+whatever happened.
 Must not: decide the order of a step (driver.py), or check a value that config.parse could check.
 """
 
@@ -19,7 +20,7 @@ from rl_jax import report
 from rl_jax.algorithms import ALGORITHMS
 from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.cluster import InProcCluster
-from rl_jax.config import ConfigError, Parsed
+from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.driver import Driver, DriverState, Parts, Preempted, SyncFailed
 from rl_jax.learner.learner import Learner, NonFiniteError
 from rl_jax.ledger import Ledger, LedgerError
@@ -84,7 +85,8 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
                 _prepare(pool)
         if options.dry_run:
             return report.dry_run(parsed, plan, renderer, pool, resolve)
-        run_dir = RunDir.open(options.run_dir, parsed.settings, options.resume)
+        files = {"config.resolved.py": resolved_python(parsed.settings)}
+        run_dir = RunDir.open(options.run_dir, parsed.settings, options.resume, files)
         stack.callback(run_dir.close)
         if pool is not None:
             pool.log_dir = run_dir.logs
@@ -158,7 +160,7 @@ def _run_mode(job: Job, mode: str) -> None:
         job.progress.note(line)
 
 
-# --- the parts ---------------------------------------------------------------------------------------------------------
+# --- the parts ---
 
 
 def make_learner(job: Job, model: Model, algorithm: Any, **changes: Any) -> Learner:
@@ -261,14 +263,18 @@ def _live_driver(
 
 
 def evaluation_tasks(settings: Settings, pool: EnvPool) -> dict[str, Sequence[Task]]:
-    """name -> pinned tasks: each tag's eval split under its tag, each further held-out split under tag_split."""
+    """name -> pinned tasks: each tag's eval split under its tag, each further held-out split under tag_split.
+
+    A split with fewer than eval.episodes tasks is played in turns: each episode samples with a seed of its own.
+    """
     found: dict[str, Sequence[Task]] = {}
     for source in settings.tasks.sources:
         for split in pool.splits(source.tag):
             if split == "train":
                 continue
             name = source.tag if split == "eval" else f"{source.tag}_{split}"
-            found[name] = pool.list_tasks(source.tag, split)[: settings.eval.episodes]
+            tasks = pool.list_tasks(source.tag, split)
+            found[name] = [tasks[i % len(tasks)] for i in range(settings.eval.episodes)]
     return found
 
 
@@ -300,9 +306,7 @@ def _recorder(job: Job) -> Recorder:
     )
 
 
-def _warm_start(
-    job: Job, model: Model, learner: Learner, parts: Parts, recorder: Recorder
-) -> None:
+def _warm_start(job: Job, model: Model, learner: Learner, parts: Parts, recorder: Recorder) -> None:
     """Supervised steps on scripted episodes; leaves version 0 in `learner`, with a fresh optimizer."""
     settings, pool, cfg = job.settings, job.pool, job.settings.warm_start
     assert pool is not None

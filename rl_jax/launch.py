@@ -1,9 +1,9 @@
 """`python -m rl_jax.launch`: flags -> settings -> checks -> the parts, wired -> Driver.run().
 
-Owns: the exit codes, and the turning of names into objects (nothing else resolves a table, nothing imports this file).
-Life: 1 config.parse reads and checks everything without jax; a bad word is told in under a second. 2 The environments are
-imported once in a worker process and their tasks read. 3 The run directory is opened, jax is imported, the plan is built.
-4 The mode runs. 5 Whatever ends it becomes one line and an exit code.
+Owns: the exit codes, and the turning of names into objects (nothing else resolves a table, nothing imports this
+file). Life: 1 config.parse reads and checks everything without jax; a bad word is told in under a second. 2 The
+environments are imported once in a worker process and their tasks read. 3 The run directory is opened, jax is
+imported, the plan is built. 4 The mode runs. 5 Whatever ends it becomes one line and an exit code.
 Must not: hold a rule of its own about values (validate.py) or about order (driver.py).
 """
 
@@ -13,9 +13,10 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rl_jax import backend, config
+from rl_jax import backend, config, resume
 from rl_jax.mesh import MeshPlan
 from rl_jax.metrics import Progress
 from rl_jax.rollout.worker import EnvPool
@@ -33,6 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return EXIT_CONFIG
     settings = parsed.settings
+    try:
+        if parsed.options.run_dir and not parsed.options.dry_run:
+            resume.decide(Path(parsed.options.run_dir), settings, parsed.options.resume)
+    except resume.RunDirError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
     progress = Progress(settings.steps, settings.metrics.progress, settings.metrics.heartbeat_s)
     plan = MeshPlan.from_settings(settings.mesh, settings.model)
     if all(pool.hardware == "cpu" for pool in plan.pools):

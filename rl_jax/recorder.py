@@ -1,8 +1,9 @@
 """What a run leaves behind, step by step: one metrics row, one progress line, traces, events, and the summary.
 
 Owns: the step's row (merged from the learner, the trained groups, the servers' counters and the rollout's), and
-summary.json. Invariants: a rate is a difference of cumulative counters over the step's own seconds; a cohort that is empty
-is absent. Must not: stop or slow training because a file could not be written (the writers count what they lose).
+summary.json. Invariants: a rate is a difference of cumulative counters over the step's own seconds; a cohort that is
+empty is absent.
+Must not: stop or slow training because a file could not be written (the writers count what they lose).
 """
 
 import json
@@ -37,6 +38,7 @@ class Recorder:
         self._settings, self._render = settings, render
         self._serving: Callable[[], Mapping[str, float]] = dict
         self._last_serving: dict[str, float] = {}
+        self._last_policy_wait_s = 0.0
         self._start_s = time.monotonic()
         self._lag0 = Metric(0.0, 0)
         self._useful = [0.0, 0.0]  # trained tokens, sampled tokens
@@ -48,10 +50,13 @@ class Recorder:
         self._last_serving = dict(serving())
         self.progress.start_heartbeat(status)
 
-    def step(self, step: int, groups: Sequence[Group], metrics: Mapping[str, Metric], counts) -> None:
+    def step(
+        self, step: int, groups: Sequence[Group], metrics: Mapping[str, Metric], counts
+    ) -> None:
         """Write the row, the traces and the line of one step."""
         row = {**metrics, **group_metrics(groups), **self._serve_metrics(metrics)}
         row.update(_count_metrics(counts))
+        row.update(self._policy_wait(counts))
         self.steps += 1
         lag0 = metrics.get("mismatch/abs_mean_lag0_pure")
         if lag0 is not None:
@@ -67,12 +72,16 @@ class Recorder:
     def evaluation(self, version: int, name: str, result: Any) -> None:
         """One row and one line of an evaluation at a pinned version."""
         row = {
-            f"eval/success.{name}": Metric(result.success * result.num_episodes, result.num_episodes),
+            f"eval/success.{name}": Metric(
+                result.success * result.num_episodes, result.num_episodes
+            ),
             f"eval/episodes.{name}": result.num_episodes,
             f"time/eval_s.{name}": result.seconds,
         }
         self._writer.write(version, row)
-        write_traces(self._run_dir.rollouts(version, "eval"), result.trajectories, self._render, append=True)
+        write_traces(
+            self._run_dir.rollouts(version, "eval"), result.trajectories, self._render, append=True
+        )
         self.progress.note(
             f"eval   version {version}  {name}: success {result.success:.3f}"
             f" of {result.num_episodes} episodes ({result.seconds:.1f} s)",
@@ -87,7 +96,9 @@ class Recorder:
     def event(self, kind: str, **fields: Any) -> None:
         self._run_dir.event(kind, **fields)
 
-    def summary(self, evaluations: Mapping[str, Mapping[str, float]], episodes: Mapping[str, int]) -> dict:
+    def summary(
+        self, evaluations: Mapping[str, Mapping[str, float]], episodes: Mapping[str, int]
+    ) -> dict:
         """Write and return summary.json."""
         out = {
             "steps": self.steps,
@@ -99,6 +110,13 @@ class Recorder:
         path = Path(self._run_dir.path) / SUMMARY
         path.write_text(json.dumps(out, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         return out
+
+    def _policy_wait(self, counts: Mapping[str, float]) -> dict[str, float]:
+        total = counts.get("time/wait_for_policy_s")
+        if total is None:
+            return {}
+        waited, self._last_policy_wait_s = total - self._last_policy_wait_s, total
+        return {"time/wait_for_policy_s": waited}
 
     def _serve_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric | float]:
         now = dict(self._serving())
@@ -160,7 +178,9 @@ def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
     turns = [turn for t in trajectories for turn in t.turns]
     row = {
         "length/response": Metric.of(sampled),
-        "length/response_p90": Metric(float(np.percentile(sampled, 90)) if sampled else math.nan, 1),
+        "length/response_p90": Metric(
+            float(np.percentile(sampled, 90)) if sampled else math.nan, 1
+        ),
         "length/turns": Metric.of(len(t.turns) for t in trajectories),
         "length/truncated": Metric.of(t.outcome is Outcome.TRUNCATED for t in trajectories),
     }

@@ -1,8 +1,9 @@
 """What a person reads before and after a run: the dry run's plan, and the closing lines.
 
-`dry_run` checks what config.parse cannot: the model's real shapes on the plan, the environments' tasks, and one scripted
-episode through the renderer; prints tables and starts nothing. `closing_lines` gives the figures, one sample episode and
-what to type next. Must not: touch a device, or write beside plan.json of a run directory that was named.
+`dry_run` checks what config.parse cannot: the model's real shapes on the plan, the environments' tasks, and one
+scripted episode through the renderer; prints tables and starts nothing. `closing_lines` gives the figures, one sample
+episode and what to type next.
+Must not: touch a device, or write beside plan.json of a run directory that was named.
 """
 
 import json
@@ -40,7 +41,9 @@ def dry_run(
     print(_table(("pool", "device bytes", "weights", "optimizer + gradients", "KV"), rows))
     num_weights = sum(math.prod(a.shape) for a in model.abstract.values())
     wire = num_weights * jnp.dtype(settings.model.dtype).itemsize
-    print(f"model: {num_weights:,} weights; a sync moves {wire:,} bytes to each of {len(plan.servers)} servers")
+    print(
+        f"model: {num_weights:,} weights; a sync moves {wire:,} bytes to each of {len(plan.servers)} servers"
+    )
     report: dict[str, Any] = {
         "mesh": plan.name,
         "num_devices": plan.num_devices,
@@ -57,7 +60,9 @@ def dry_run(
     return 0
 
 
-def memory_rows(plan: MeshPlan, model: Model, settings: Settings) -> list[tuple[str, int, int, int, int]]:
+def memory_rows(
+    plan: MeshPlan, model: Model, settings: Settings
+) -> list[tuple[str, int, int, int, int]]:
     """(server or train pool, bytes of one device, weights, optimizer + gradients, KV), from abstract shapes alone.
 
     Activations and the staged copy of a sync (one more "weights") come on top.
@@ -110,11 +115,16 @@ def _task_report(settings: Settings, renderer: ChatRenderer, pool: EnvPool) -> d
         tasks = {split: pool.list_tasks(source.tag, split) for split in pool.splits(source.tag)}
         sizes = {split: len(found) for split, found in tasks.items()}
         out[source.tag] = sizes
-        print(f"tag {source.tag}: " + ", ".join(f"{num} {split} tasks" for split, num in sizes.items()))
+        print(
+            f"tag {source.tag}: "
+            + ", ".join(f"{num} {split} tasks" for split, num in sizes.items())
+        )
         example = tasks["train"][0]
         if example.messages:
             tokens = renderer.first(example.messages)
-            print(f"  {len(tokens)} tokens in the first task's messages, engine.context={settings.engine.context}")
+            print(
+                f"  {len(tokens)} tokens in the first task's messages, engine.context={settings.engine.context}"
+            )
     return out
 
 
@@ -124,7 +134,10 @@ def _sharded_size(model: Model, rules: Rules, axes: Mapping[str, int]) -> int:
     total = 0
     for name, array in model.abstract.items():
         shards = math.prod(
-            axes[axis] for logical in model.logical_axes[name] if logical for axis in table.get(logical, ())
+            axes[axis]
+            for logical in model.logical_axes[name]
+            if logical
+            for axis in table.get(logical, ())
         )
         total += math.prod(array.shape) // shards
     return total
@@ -133,7 +146,8 @@ def _sharded_size(model: Model, rules: Rules, axes: Mapping[str, int]) -> int:
 def _sample_episode(path: Path) -> list[str] | None:
     """The text of one episode of the newest saved step: a success of several turns if there is one."""
     steps = sorted(
-        path.glob("rollouts/step_*/eval/index.npz"), key=lambda p: int(p.parts[-3].removeprefix("step_"))
+        path.glob("rollouts/step_*/eval/index.npz"),
+        key=lambda p: int(p.parts[-3].removeprefix("step_")),
     )
     if not steps:
         return None
@@ -145,7 +159,9 @@ def _sample_episode(path: Path) -> list[str] | None:
         return (t.reward.value == 1.0, len(t.turns))
 
     best = max(trajectories, key=rank)
-    lines = [f"one episode ({best.tag}, version {best.oldest_version}, reward {best.reward.value:g}):"]
+    lines = [
+        f"one episode ({best.tag}, version {best.oldest_version}, reward {best.reward.value:g}):"
+    ]
     texts = _turn_texts(steps[-1].parent, best.uid)
     for turn, (prompt, text) in enumerate(texts):
         lines += [f"  turn {turn}  {text!r}  <-", *(f"    {line}" for line in prompt.splitlines())]
@@ -164,4 +180,6 @@ def _turn_texts(directory: Path, uid: str) -> list[tuple[str, str]]:
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     cells = [head, *[[f"{v:,}" if isinstance(v, int) else v for v in row] for row in rows]]
     widths = [max(len(str(row[i])) for row in cells) for i in range(len(head))]
-    return "\n".join("  ".join(str(c).ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells)
+    return "\n".join(
+        "  ".join(str(c).ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells
+    )

@@ -52,7 +52,7 @@ def rows(directory):
 
 
 class Reference:
-    """The loop of a synchronous run without threads, servers, queues or ledger: one slot, one episode after the other."""
+    """A synchronous run without threads, servers, queues or ledger: one slot, one episode after the other."""
 
     def __init__(self, settings):
         self.s, tokenizer = settings, ByteTokenizer()
@@ -74,7 +74,9 @@ class Reference:
     def run(self):
         for version in range(self.s.steps):
             issued = [self.stream.next() for _ in range(self.s.rollout.batch_groups)]
-            groups = [self.group(i, version) for i in sorted(issued, key=lambda i: (i.epoch, i.index))]
+            groups = [
+                self.group(i, version) for i in sorted(issued, key=lambda i: (i.epoch, i.index))
+            ]
             batch = pack(groups, self.s.learner)
             batch, _ = with_advantages(batch, groups, {}, self.algorithm, None, self.s.algorithm)
             self.learner.step(batch, version=version)
@@ -202,7 +204,9 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(one_device, tmp_path
     run_job(tmp_path, f"--config.steps={STEPS}")
     reference = Reference(parse([CONFIG]).settings).learner
     states = [
-        Checkpointer(d, parse([CONFIG]).settings.checkpoint).restore(STEPS, reference.abstract_state())[0]
+        Checkpointer(d, parse([CONFIG]).settings.checkpoint).restore(
+            STEPS, reference.abstract_state()
+        )[0]
         for d in (one_device, tmp_path)
     ]
     for name in states[0].params:
@@ -225,6 +229,9 @@ def test_rollout_only_saves_episodes_and_trains_nothing(tmp_path):
     assert summary["episodes"]["TRAINED"] == 0
     assert summary["episodes"]["DROPPED"] == 8
     replayed = run_job(
-        tmp_path / "b", "--mode=train_only", f"--config.rollout.replay_dir={directory}", "--config.steps=2"
+        tmp_path / "b",
+        "--mode=train_only",
+        f"--config.rollout.replay_dir={directory}",
+        "--config.steps=2",
     )
     assert len(rows(replayed)) == 2

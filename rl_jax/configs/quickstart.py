@@ -27,7 +27,7 @@ def get_config(arg: str = "") -> ConfigDict:
             {
                 "tag": "chain_sum",
                 "env": "reasoning_gym",
-                "script_episodes": 1024,
+                "script_episodes": 4096,
                 "script_skill": 0.6,
                 "config": {
                     "dataset": "chain_sum",
@@ -38,9 +38,18 @@ def get_config(arg: str = "") -> ConfigDict:
                         "max_digits": 1,
                     },
                     "bare": True,
+                    "eval_size": 32,
                 },
             }
         ),
     ]
-    config.warm_start.steps = 120
+    config.model.qk_norm = True
+    config.warm_start.update(steps=400, batch_episodes=72, learning_rate=4e-3)
+    config.engine.update(slots=40, context=256, steps_per_block=2, chunk_sizes=(64, 256))
+    config.rollout.update(batch_groups=8, group_size=8, max_staleness=1, max_new_tokens=6)
+    config.algorithm.update(name="dr_grpo", clip_low=0.2, clip_high=0.28, entropy_coef=0.01)
+    config.learner.update(learning_rate=1e-3, row_tokens=256, microbatch_rows=4)
+    config.weights.kv = "keep"
+    config.eval.every = 20
+    config.steps = 80
     return config

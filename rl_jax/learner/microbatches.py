@@ -82,7 +82,7 @@ def microbatches(
         "context_mixed": targets(batch.context_mixed),
         **{name: targets(array) for name, array in batch.extras.items()},
         "num_chunks": np.ceil(most / chunk).astype(np.int32),
-        "num_microbatches": np.int32(ceil(batch.num_rows / microbatch_rows)),
+        "num_microbatches": np.asarray(ceil(batch.num_rows / microbatch_rows), np.int32),
     }
 
 

@@ -47,9 +47,7 @@ def merge_rules(defaults: RulesLike, rules: RulesLike) -> Rules:
 
     A rule's value is a mesh axis, several, or None / () for "not split".
     """
-    pairs = rules.items() if isinstance(rules, Mapping) else rules
-    defaults = defaults.items() if isinstance(defaults, Mapping) else defaults
-    merged = dict(defaults) | dict(pairs)
+    merged: dict[str, Any] = dict(defaults) | dict(rules)
     return tuple((logical, _as_tuple(axes)) for logical, axes in merged.items())
 
 

@@ -58,7 +58,7 @@ class Attention(nnx.Module):
         q = linear("btd,dhk->bthk", x, self.query, self.query_bias)  # [B, T, H, Dh]
         k = linear("btd,dhk->bthk", x, self.key, self.key_bias)  # [B, T, K, Dh]
         v = linear("btd,dhk->bthk", x, self.value, self.value_bias)
-        if self.query_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         out = attend(layer, apply_rope(q, *angles), apply_rope(k, *angles), v)
         return linear("bthk,hkd->btd", out, self.out)

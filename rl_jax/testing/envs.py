@@ -1,4 +1,4 @@
-"""Environments for tests: EchoEnv and EvenEnv, checkable by hand, and MisbehavingEnv, which breaks in every way an environment can.
+"""Environments for tests: EchoEnv and EvenEnv are checkable by hand; MisbehavingEnv breaks in every way one can.
 
 Name them in a task source as "rl_jax.testing.envs:EchoEnv". They need no library.
 """

@@ -270,7 +270,7 @@ class _Attempt:
             num_bytes=sum(planned[name].num_bytes for name in self.targets),
             stage_s=self.stage_s,
             pause_s=max((a.pause_s for a in self.acks), default=0.0),
-            detail="; ".join(filter(None, [cause, *failures])),
+            detail="; ".join(text for text in (cause, *failures) if text),
         )
 
 

@@ -185,7 +185,14 @@ def test_nan_weights_end_the_turn_as_an_error_without_tokens(engine, params, kit
     assert (result.tokens, result.finish, result.is_nan) == ([], FinishReason.ERROR, True)
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"data": 2}, {"data": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tensor": 2},
+        pytest.param({"data": 2}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_sharded_equals_unsharded(tiny, engine, params, kit, rng, axes):
     model, host = tiny
     context = context_of(rng, 25)

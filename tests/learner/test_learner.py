@@ -1,4 +1,4 @@
-"""The learner's step against a slow reference, in every layout, and through everything that can go wrong with a batch."""
+"""The learner's step against a slow reference, in every layout, and through all that can be wrong with a batch."""
 
 from dataclasses import replace
 
@@ -244,7 +244,7 @@ def test_rewarded_tokens_become_likelier(learner):
     assert gap() > before + 0.1
 
 
-# --- bad batches --------------------------------------------------------------------------------------------------------
+# --- bad batches ---
 
 
 def test_junk_off_the_mask_changes_no_bit(learner, model_and_params):
@@ -330,7 +330,7 @@ def test_a_batch_of_other_rows_is_refused(learner):
         learner.step(pack(some_groups(), replace(SETTINGS, row_tokens=32)))
 
 
-# --- state ----------------------------------------------------------------------------------------------------------------
+# --- state ---
 
 
 def test_a_loaded_state_goes_on_as_if_nothing_had_happened(learner):
