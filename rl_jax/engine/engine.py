@@ -1,5 +1,4 @@
-"""JaxEngine: the compiled prefill, insert, append, generate, extract and free over (params,
-DecodeState).
+"""JaxEngine: prefill, insert, append, generate, extract and free, compiled for one server's mesh.
 
 Owns: the compiled programs, the buckets that keep their number small, and the layout of params and
 KV on one server's mesh.
@@ -17,7 +16,7 @@ Must not: know versions, sessions, threads or text; convert weights (they come i
 in param_shardings).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 
@@ -27,6 +26,7 @@ import numpy as np
 
 from kernels.kv import KVSpec
 from rl_jax.engine import programs
+from rl_jax.engine.chunks import end_positions, padding_chunk
 from rl_jax.engine.state import Cache, DecodeState, SlotState
 from rl_jax.mesh import named_sharding, shardings
 from rl_jax.models.model import Model
@@ -186,33 +186,46 @@ class JaxEngine:
     def warmup(self, params: Mapping[str, jax.Array], *, decode: bool = True) -> int:
         """Compile what a decode (or else a prefill) server will call, so that no request waits.
 
-        Runs each program once on padding. Returns: the number of programs.
+        Returns: the number of programs.
         """
+        return sum(1 for _ in self.compile_steps(params, decode=decode))
+
+    def compile_steps(
+        self, params: Mapping[str, jax.Array], *, decode: bool = True
+    ) -> Iterator[str]:
+        """As warmup, but yields after each program, with its name; each is run once on padding."""
         chunks = [
-            padding_chunk(size, self.num_requests, visible)
+            (size, visible, padding_chunk(size, self.num_requests, visible))
             for size in self.settings.chunk_sizes
             for visible in self.visible_buckets
         ]
-        if not decode:
-            for chunk in chunks:
-                prefixes = self.prefill(params, chunk, [None] * self.num_requests)
-                jax.block_until_ready(prefixes[0].kv)
-            none = np.full(self.num_requests, self.num_requests, np.int32)
-            pairs = [(n, m) for n in self.visible_buckets for m in self.visible_buckets if n <= m]
-            for shorter, longer in pairs:  # contexts that are cut into several chunks
-                self._insert_scratch(self._scratch(longer), self._scratch(shorter), none)
-            return len(chunks) + len(pairs)
-        none, state = np.zeros(0, np.int32), self.init_state()
-        for chunk in chunks:
-            state = self.append(params, state, none, chunk)
-        dropped = np.full(self.num_requests, self.settings.slots, np.int32)
-        for visible in self.visible_buckets:
-            kv = self._insert_state(state.kv, self._scratch(visible), dropped)
-            state = replace(state, kv=kv)
-        state = self.insert(state, [], none, empty_sampling(self.settings.num_stop_tokens))
-        state, made = self.generate(params, self.free(state, none))
-        jax.block_until_ready(made.tokens)
-        return len(chunks) + len(self.visible_buckets) + 3
+        none = np.zeros(0, np.int32)
+        if decode:
+            state = self.init_state()
+            for size, visible, chunk in chunks:
+                state = self.append(params, state, none, chunk)
+                yield f"append of {size} tokens within {visible}"
+            dropped = np.full(self.num_requests, self.settings.slots, np.int32)
+            for visible in self.visible_buckets:
+                kv = self._insert_state(state.kv, self._scratch(visible), dropped)
+                state = replace(state, kv=kv)
+                yield f"insert of {visible} tokens"
+            state = self.insert(state, [], none, empty_sampling(self.settings.num_stop_tokens))
+            yield "arm"
+            state = self.free(state, none)
+            yield "free"
+            jax.block_until_ready(self.generate(params, state)[1].tokens)
+            yield "generate"
+            return
+        for size, visible, chunk in chunks:
+            prefixes = self.prefill(params, chunk, [None] * self.num_requests)
+            jax.block_until_ready(prefixes[0].kv)
+            yield f"prefill of {size} tokens within {visible}"
+        dropped = np.full(self.num_requests, self.num_requests, np.int32)
+        for longer in self.visible_buckets:  # contexts that are cut into several chunks
+            for shorter in self.visible_buckets[: self.visible_buckets.index(longer) + 1]:
+                self._insert_scratch(self._scratch(longer), self._scratch(shorter), dropped)
+                yield f"continuation of {shorter} within {longer} tokens"
 
     def _compile(self) -> None:
         model, spec, dtype = self.model, self.spec, self.dtype
@@ -324,27 +337,6 @@ def buckets(smallest: int, largest: int) -> tuple[int, ...]:
 def tile_of(chunk_size: int) -> int:
     """Queries of one attention tile for a chunk of this size: about 32 tiles, within bounds."""
     return min(max(chunk_size // 32, MIN_TILE), MAX_TILE)
-
-
-def end_positions(chunk: PrefillChunk) -> list[int]:
-    """Per request of the chunk: 1 + its highest position, 0 where it has no tokens."""
-    ends = np.zeros(len(chunk.lengths), np.int64)
-    real = chunk.segment >= 0
-    np.maximum.at(ends, chunk.segment[real], chunk.position[real] + 1)
-    return ends.tolist()
-
-
-def padding_chunk(size: int, num_requests: int, visible: int) -> PrefillChunk:
-    """A chunk that writes nothing yet selects the program of `size` and `visible`: one token, of no
-    request's row.
-    """
-    segment = np.full(size, -1, np.int32)
-    segment[0] = 0
-    position = np.zeros(size, np.int32)
-    position[0] = visible - 1
-    lengths = np.zeros(num_requests, np.int32)
-    lengths[0] = 1
-    return PrefillChunk(np.zeros(size, np.int32), segment, position, lengths)
 
 
 def empty_slots(settings: EngineSettings) -> SlotState:

@@ -7,10 +7,13 @@ its own request's cache row, masked by position. Per-tile reads cost C/tile copi
 and no work between requests. `generate` makes several decode steps in one dispatch, layers written
 out, one KV buffer per layer.
 Padding never writes: its row index is out of range and the scatter drops it (mode="drop").
-Invariants: a token's KV and logits depend on its own request only. On CPU in float32 its bits do
-not depend on the slot, on the position in the chunk or on the neighbours (tests/engine hold that);
-they also do not depend on the chunk's size while every contraction of the model is at most 256
-long, beyond which XLA's matmul may block otherwise for other row counts.
+Invariants: a token's KV and logits depend on its own request only, on CPU down to the bits:
+- Not on the slot, the place in the chunk, the neighbours, the block size, how a context is cut into
+  chunks, or `visible` (tests/engine; jax 0.10.2 and 0.12, float32 and bfloat16).
+- XLA's matmul rounds alike for all row counts while contractions are short (256), and for all of at
+  least 64 rows at 1,536; smaller chunks of wide models may round otherwise. Place never matters.
+- A token's KV from a decode step and from `extend` differ by rounding (2e-6): prompts are always
+  extended and samples always decoded, so only a rebuilt history holds the other kind.
 """
 
 from dataclasses import replace
@@ -38,8 +41,9 @@ def extend(
     visible: int,  # cache positions a query may see; at least 1 + the highest position
     tile: int,
 ) -> Cache:
-    """The cache with the k, v of the packed tokens written. Tokens of one segment are contiguous
-    and in order.
+    """The cache with the k, v of the packed tokens written.
+
+    Tokens of one segment are contiguous and in order.
     """
     num_rows = kv[0][0].shape[0]
     real = segment >= 0
@@ -169,8 +173,9 @@ def advance(
 
 
 def insert_rows(kv: Cache, source: Cache, rows: jax.Array) -> Cache:
-    """Copy row r of `source` (k, v [R, T, K, Dh]) to the first T positions of row rows[r]; out of
-    range = not copied.
+    """Copy row r of `source` (k, v [R, T, K, Dh]) to the first T positions of row rows[r].
+
+    A row out of range is not copied.
     """
 
     def copy(into: jax.Array, source: jax.Array) -> jax.Array:

@@ -29,8 +29,9 @@ def sample(
     top_p: Float[Array, " S"],
     top_k: Int[Array, " S"],
 ) -> Sampled:
-    """One token per row. key: u32[S, 2] threefry key data. top_p >= 1 and top_k <= 0 switch a row's
-    filter off.
+    """One token per row.
+
+    key: u32[S, 2] threefry key data. top_p >= 1 and top_k <= 0 switch a row's filter off.
     """
     logits = logits.astype(jnp.float32)
     greedy = temperature <= 0
@@ -60,10 +61,9 @@ def _filtered(
 def allowed_tokens(
     scaled: Float[Array, "S V"], top_p: Float[Array, " S"], top_k: Int[Array, " S"]
 ) -> Bool[Array, "S V"]:
-    """The top_k most likely tokens, and of those the fewest whose renormalised mass reaches top_p
-    (always at least one).
+    """The top_k most likely tokens, and of those the fewest whose renormalised mass reaches top_p.
 
-    Ties go to the lower id, so exactly top_k tokens stay.
+    At least one stays. Ties go to the lower id, so exactly top_k tokens stay.
     """
     order = jnp.argsort(-scaled, axis=-1, stable=True)  # [S, V] ids, most likely first
     ranked = jnp.take_along_axis(scaled, order, axis=-1)

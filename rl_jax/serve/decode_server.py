@@ -8,9 +8,10 @@ One iteration of the loop, between any two of which commands are obeyed:
    rebuilding after a swap.
 5. Turns whose KV is complete are armed (Started). 6. One block is generated; its tokens (Tokens)
    and ends (Finished) are written to the event stream, each with the version of the weights that
-   made them. So a commit waits for one block and one chunk, never for a turn. Under `recompute` a
-   swap parks all generating turns; each decodes again as soon as its own KV is rebuilt. Under
-   `keep` they go on at once and their tokens are marked mixed.
+   made them.
+So a commit waits for one block and one chunk, never for a turn. Under `recompute` a swap parks all
+generating turns; each decodes again as soon as its own KV is rebuilt. Under `keep` they go on at
+once and their tokens are marked mixed.
 Invariants: every accepted request ends in exactly one on_done, on this thread; a request refused at
 the door (closed, fenced) is answered on the caller's. Nothing waits without a deadline, and an idle
 loop sleeps until a command or a deadline comes.
@@ -18,7 +19,7 @@ Must not: hold a lock while it computes; know text, environments or other server
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,8 +55,9 @@ class DecodeServer:
         tags: Sequence[str] = (),
         hardware: str = "",
     ):
-        """engine: types.Engine with mesh, param_shardings, settings, zero_params, warmup. Starts
-        without weights.
+        """engine: types.Engine with mesh, param_shardings, settings, zero_params, compile_steps.
+
+        Starts without weights.
         """
         self.name, self.pool, self.engine, self.settings = name, pool, engine, settings
         self.tags, self.hardware = tuple(tags), hardware
@@ -82,18 +84,20 @@ class DecodeServer:
     # --- life -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread, which compiles first; requests and commits may come at once."""
+        """Start the thread; commits are obeyed while it compiles, requests are served after it."""
         self._loop.start()
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Wait until all programs are compiled. Raises: TimeoutError; RuntimeError if the thread
-        died.
+        """Wait until all programs are compiled.
+
+        Raises: TimeoutError; RuntimeError if the thread died.
         """
         self._loop.wait_ready(deadline_s)
 
     def close(self) -> None:
-        """Fail what is left (TurnError closed) and join the thread. Raises: TimeoutError if it is
-        stuck.
+        """Fail what is left (TurnError closed) and join the thread.
+
+        Raises: TimeoutError if it is stuck.
         """
         self._loop.close()
 
@@ -212,8 +216,8 @@ class DecodeServer:
 
     # --- one iteration ----------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        self.engine.warmup(self.engine.zero_params())
+    def _prepare(self) -> Iterator[str]:
+        yield from self.engine.compile_steps(self.engine.zero_params())
         self._state = self.engine.init_state()
 
     def _idle_s(self) -> float:
@@ -224,7 +228,8 @@ class DecodeServer:
 
     @property
     def _can_serve(self) -> bool:
-        return self._params is not None and not self._is_paused and self._loop.fenced is None
+        is_able = self._params is not None and self._state is not None  # None while it compiles
+        return is_able and not self._is_paused and self._loop.fenced is None
 
     def _step(self, new: Sequence[Command]) -> None:
         start, waited = time.perf_counter(), self._times["block_s"] + self._times["chunk_s"]

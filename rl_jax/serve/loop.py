@@ -5,13 +5,14 @@ succeeds), closing or dead.
 Invariants: `step` and `fail` run on the thread only; a command is obeyed, or refused with the
 reason; an exception in the thread fails all that the server holds, fences it for good and never
 leaves anyone waiting.
-Life: prepare (compile) -> step(commands) again and again, sleeping idle_s() between ->
+Life: prepare compiles program by program, with a step between two so that a first commit waits for
+one compile and not for all -> step(commands) again and again, sleeping idle_s() between ->
 fail(closed).
 """
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rl_jax.serve.commands import Command, Inbox
@@ -26,7 +27,7 @@ class Loop:
         server: str,
         stop_deadline_s: float,
         *,
-        prepare: Callable[[], None],
+        prepare: Callable[[], Iterator[str]],
         idle_s: Callable[[], float],
         step: Callable[[Sequence[Command]], None],
         fail: Callable[[TurnError], None],
@@ -55,8 +56,9 @@ class Loop:
             self._refuse(command, self.error())
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Wait until all programs are compiled. Raises: TimeoutError; RuntimeError if the thread
-        died.
+        """Wait until all programs are compiled.
+
+        Raises: TimeoutError; RuntimeError if the thread died.
         """
         if not self._ready.wait(deadline_s):
             raise TimeoutError(f"{self.server}: not compiled after {deadline_s:g} s ({self.doing})")
@@ -91,7 +93,12 @@ class Loop:
     def _run(self) -> None:
         try:
             self.doing = "compiling"
-            self._prepare()
+            for program in self._prepare():
+                self.num_done += 1
+                self._step(self._inbox.take(0.0))
+                self.doing = f"compiling, after {program}"
+                if self._closing:
+                    break
             self._ready.set()
             while not self._closing:
                 self.doing = "waiting for commands"

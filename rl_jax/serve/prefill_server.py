@@ -14,7 +14,7 @@ Must not: keep KV after handing it over; block on a decode server.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,13 +82,14 @@ class PrefillServer:
         self._loop = Loop(
             name,
             settings.stop_deadline_s,
-            prepare=lambda: engine.warmup(engine.zero_params(), decode=False),
+            prepare=self._prepare,
             idle_s=self._idle_s,
             step=self._step,
             fail=self._fail,
             refuse=self._refuse,
         )
         self._params: Mapping[str, Any] | None = None
+        self._is_compiled = False
         self._jobs: list[Job] = []  # by priority, then arrival
         self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._counters |= {"chunk_s": 0.0, "transfer_s": 0.0}
@@ -96,12 +97,13 @@ class PrefillServer:
     # --- life -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread, which compiles first; requests and commits may come at once."""
+        """Start the thread; commits are obeyed while it compiles, requests are served after it."""
         self._loop.start()
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Wait until all programs are compiled. Raises: TimeoutError; RuntimeError if the thread
-        died.
+        """Wait until all programs are compiled.
+
+        Raises: TimeoutError; RuntimeError if the thread died.
         """
         self._loop.wait_ready(deadline_s)
 
@@ -163,8 +165,9 @@ class PrefillServer:
         return self._staged.digest(sync_id)
 
     def commit(self, sync_id: str, kv: str, deadline_s: float) -> Ack:
-        """Use the staged weights from the next chunk on. `kv` means nothing here: no KV outlives
-        its hand-over.
+        """Use the staged weights from the next chunk on.
+
+        `kv` means nothing here: no KV outlives its hand-over.
         """
         return self._staged.commit(sync_id, kv, deadline_s, self._loop.put)
 
@@ -172,6 +175,10 @@ class PrefillServer:
         self._staged.discard(sync_id)
 
     # --- the thread -------------------------------------------------------------------------
+
+    def _prepare(self) -> Iterator[str]:
+        yield from self.engine.compile_steps(self.engine.zero_params(), decode=False)
+        self._is_compiled = True
 
     def _idle_s(self) -> float:
         """How long to wait for a command: not at all while there is work."""
@@ -188,7 +195,7 @@ class PrefillServer:
             self._compute(jobs)
 
     def _next_jobs(self) -> list[Job]:
-        if self._params is None or self._loop.fenced is not None:
+        if self._params is None or not self._is_compiled or self._loop.fenced is not None:
             return []
         can = [job for job in self._jobs if job.request.min_version <= self.version]
         return can[: self.engine.settings.chunk_requests]

@@ -49,8 +49,9 @@ class Flight:
 
 
 class Router:
-    """types.Sampler over in-process servers. All methods belong to the asyncio thread; `stats` may
-    be called anywhere.
+    """types.Sampler over in-process servers.
+
+    All methods belong to the asyncio thread; `stats` may be called anywhere.
     """
 
     def __init__(self, decode: Sequence[DecodeServer], prefill: Sequence[PrefillServer], plan: Any):

@@ -54,8 +54,9 @@ class StagedWeights:
             self._arrays.update(arrays)
 
     def digest(self, sync_id: str) -> Digest:
-        """Of the staged arrays, computed on the server's devices. Raises: KeyError if nothing is
-        staged under sync_id.
+        """Of the staged arrays, computed on the server's devices.
+
+        Raises: KeyError if nothing is staged under sync_id.
         """
         with self._lock:
             self._check(sync_id)
@@ -109,8 +110,9 @@ class StagedWeights:
             return self._acks.get(sync_id)
 
     def _take(self, sync_id: str) -> tuple[int, dict[str, Any]]:
-        """(version, params) of a complete set, which is staged no more. Raises: KeyError,
-        ValueError.
+        """(version, params) of a complete set, which is staged no more.
+
+        Raises: KeyError, ValueError.
         """
         with self._lock:
             self._check(sync_id)

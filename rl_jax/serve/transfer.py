@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def move(kv: Any, source: NamedSharding, target: NamedSharding) -> Any:
-    """A pytree of arrays laid out as `source`, on the mesh and in the layout of `target`. Sources
-    stay valid.
+    """A pytree of arrays laid out as `source`, on the mesh and in the layout of `target`.
+
+    Sources stay valid.
     """
     if source.mesh == target.mesh and source.spec == target.spec:
         return kv

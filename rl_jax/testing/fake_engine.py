@@ -9,7 +9,7 @@ between calls but the counters. `before_block(engine)` runs at every generate: t
 slow it there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.kv import KVSpec
-from rl_jax.engine.engine import end_positions
+from rl_jax.engine.chunks import end_positions
 from rl_jax.engine.state import FINISH_CODES
 from rl_jax.mesh import make_mesh, named_sharding
 from rl_jax.settings import EngineSettings
@@ -53,8 +53,9 @@ class FakeEngine:
         self.prefix_sharding = named_sharding((None,) * 4, {}, self.mesh)
         self.spec = KVSpec(1, 1, 1, settings.context, settings.slots, "float32")
         self.before_block = before_block
-        self.num_blocks = self.num_warmups = 0
-        self.max_active = 0
+        self.before_compile: Callable[[FakeEngine], None] = lambda engine: None
+        self.num_compile_steps = 2
+        self.num_blocks = self.max_active = 0
 
     def params(self, offset: int) -> dict[str, jax.Array]:
         """The weights {"offset": offset}, laid out as param_shardings."""
@@ -64,9 +65,12 @@ class FakeEngine:
     def zero_params(self) -> dict[str, jax.Array]:
         return self.params(0)
 
-    def warmup(self, params: Mapping[str, jax.Array], *, decode: bool = True) -> int:
-        self.num_warmups += 1
-        return 0
+    def compile_steps(
+        self, params: Mapping[str, jax.Array], *, decode: bool = True
+    ) -> Iterator[str]:
+        for step in range(self.num_compile_steps):
+            self.before_compile(self)
+            yield f"program {step}"
 
     def init_state(self) -> FakeState:
         return FakeState(np.zeros((self.settings.slots, self.settings.context), np.int64), {})

@@ -2,8 +2,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.engine.chunks import Piece, cut, pack
-from rl_jax.engine.engine import buckets, end_positions, tile_of
+from rl_jax.engine.chunks import Piece, cut, end_positions, pack
+from rl_jax.engine.engine import buckets, tile_of
 from rl_jax.engine.programs import tile_index
 
 

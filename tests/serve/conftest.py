@@ -117,19 +117,22 @@ def kit():
     """`decode(...)` and `prefill(...)` start servers that are closed after the test."""
     started = []
 
-    def decode(*, name="decode.0", version=0, serve=SERVE, pool="decode", tags=(), **changes):
+    def decode(*, name="decode.0", version=0, pool="decode", tags=(), compiling=False, **changes):
         gate = Gate()
         engine = FakeEngine(replace(SETTINGS, **changes), before_block=gate)
-        server = DecodeServer(name, pool, engine, serve, tags=tags)
-        server.start()
+        server = DecodeServer(name, pool, engine, SERVE, tags=tags)
         started.append((server, gate))
+        if compiling:  # the gate stands before each compile, too; the test starts the server
+            engine.before_compile = gate
+        else:
+            server.start()
         if version is not None:
             commit(server, version)
         return SimpleNamespace(server=server, engine=engine, gate=gate, turns=Turns(server))
 
-    def prefill(*, name="prefill.0", version=0, device=1, serve=SERVE, pool="prefill", **changes):
-        engine = FakeEngine(replace(SETTINGS, **changes), device=device)
-        server = PrefillServer(name, pool, engine, serve)
+    def prefill(*, version=0, device=1):
+        engine = FakeEngine(SETTINGS, device=device)
+        server = PrefillServer("prefill.0", "prefill", engine, SERVE)
         server.start()
         started.append((server, Gate()))
         if version is not None:
@@ -146,7 +149,6 @@ def kit():
         until=until,
         PATIENCE_S=PATIENCE_S,
         SETTINGS=SETTINGS,
-        SERVE=SERVE,
     )
     for server, gate in started:
         gate.open()

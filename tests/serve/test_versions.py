@@ -137,6 +137,22 @@ def test_one_rebuilt_turn_decodes_while_others_are_still_rebuilt(kit):
         assert not turn.context_mixed.any()
 
 
+def test_commit_waits_for_one_compile_and_not_for_all(kit):
+    d = kit.decode(version=None, compiling=True)
+    d.gate.close()
+    d.server.start()
+    d.gate.arrive()
+    future = d.turns.start(kit.request())
+    reply = kit.commit_later(d.server, 3)
+    d.gate.step()
+    assert reply.wait(kit.PATIENCE_S, "commit").version == 3
+    assert d.server.progress()[1] == "compiling, after program 0"
+    assert not future.done()
+    d.gate.open()
+    assert spans(future.result(kit.PATIENCE_S)) == [(0, 6, 3)]
+    d.server.wait_ready(kit.PATIENCE_S)
+
+
 def test_min_version_waits_for_the_commit(kit):
     d = kit.decode()
     future = d.turns.start(kit.request(min_version=2))
