@@ -52,6 +52,9 @@ class ReasoningGymConfig:
         ""  # regular expression whose group 1 is the bare question; "" = BARE_PATTERNS
     )
     prompt: str = "{question}"  # the user message
+    # What a script that does not solve says: it gives up with this word; "" = a wrong answer near the right one, which
+    # costs a model that learns from the scripts much of what the right ones teach.
+    script_miss: str = ""
     answer_pattern: str = (
         ""  # regular expression; the last match's group 1 is the answer; "" = the stripped text
     )
@@ -126,7 +129,7 @@ class ReasoningGym:
         self._payload = {}
 
     def script(self, rng: random.Random, skill: float) -> str:
-        """The right answer in a share `skill` of all episodes, else a wrong one near it.
+        """The right answer in a share `skill` of all episodes, else `script_miss`, or a wrong answer near it.
 
         Raises: ValueError for datasets that hold no answer (they can only score one).
         """
@@ -139,11 +142,9 @@ class ReasoningGym:
                 f"dataset {payload['dataset']} holds no answers to script; set warm_start.steps=0"
             )
         right = str(item["answer"])
-        return (
-            right
-            if self._is_solving
-            else near_miss(right, rng, lambda i: str(dataset[i]["answer"]))
-        )
+        if self._is_solving:
+            return right
+        return payload["script_miss"] or near_miss(right, rng, lambda i: str(dataset[i]["answer"]))
 
 
 def extract_answer(text: str, pattern: str) -> str | None:
@@ -232,6 +233,7 @@ def _make_task(config: ReasoningGymConfig, split: str, index: int, item: Mapping
             "index": index,
             "answer": None if item["answer"] is None else str(item["answer"]),
             "answer_pattern": config.answer_pattern,
+            "script_miss": config.script_miss,
         },
         reward="env",
         max_turns=1,

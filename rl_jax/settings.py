@@ -167,7 +167,9 @@ class LearnerSettings:
 @dataclass(frozen=True)
 class WeightSettings:
     kv: str = "recompute"  # recompute | keep: KV of live histories at a swap
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int = (
+        1 << 30
+    )  # smaller ones lose to the host's work a bucket (benchmarks/README.md)
     deadline_s: float = 60.0
     retries: int = 3  # of a sync that ends ABORTED; then exit code 5
 

@@ -18,8 +18,8 @@ def get_config(arg: str = "") -> ConfigDict:
             {
                 "tag": "frozen_lake",
                 "env": "frozen_lake",
-                "script_episodes": 512,
-                "script_skill": 0.6,
+                "script_episodes": 320,
+                "script_skill": 0.5,
                 "config": {"num_maps": 16, "instructions": ""},
             }
         ),
@@ -28,7 +28,7 @@ def get_config(arg: str = "") -> ConfigDict:
                 "tag": "chain_sum",
                 "env": "reasoning_gym",
                 "script_episodes": 4096,
-                "script_skill": 0.6,
+                "script_skill": 0.4,
                 "config": {
                     "dataset": "chain_sum",
                     "dataset_config": {
@@ -39,17 +39,19 @@ def get_config(arg: str = "") -> ConfigDict:
                     },
                     "bare": True,
                     "eval_size": 32,
+                    "script_miss": "?",
                 },
             }
         ),
     ]
     config.model.qk_norm = True
-    config.warm_start.update(steps=400, batch_episodes=72, learning_rate=4e-3)
+    config.warm_start.update(steps=400, batch_episodes=100, learning_rate=8e-3)
     config.engine.update(slots=40, context=256, steps_per_block=2, chunk_sizes=(64, 256))
     config.rollout.update(batch_groups=8, group_size=8, max_staleness=1, max_new_tokens=6)
     config.algorithm.update(name="dr_grpo", clip_low=0.2, clip_high=0.28, entropy_coef=0.01)
+    config.algorithm.aggregation = "seq-mean-token-mean"
     config.learner.update(learning_rate=1e-3, row_tokens=256, microbatch_rows=4)
     config.weights.kv = "keep"
-    config.eval.every = 20
-    config.steps = 80
+    config.eval.every = 35
+    config.steps = 140
     return config
