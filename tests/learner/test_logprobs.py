@@ -71,7 +71,7 @@ def run(total, case):
     return values, grads
 
 
-@pytest.mark.parametrize("chunk", [24, 8, 5, 1])
+@pytest.mark.parametrize("chunk", [24, 5, 1])
 def test_chunks_give_the_same_numbers_and_gradients(case, chunk):
     (logprobs, entropy), grads = run(chunked(case, chunk), case)
     (want, want_entropy), want_grads = run(plain(case), case)
