@@ -49,8 +49,8 @@ def group_rewards(groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray, np.n
     rewards, group_ids, valid = [], [], []
     for index, group in enumerate(groups):
         for trajectory in group.trajectories:
-            scored = is_scored(trajectory)
-            rewards.append(float(trajectory.reward.value) if scored else 0.0)
+            scored, value = is_scored(trajectory), trajectory.reward.value
+            rewards.append(value if scored and value is not None else 0.0)
             group_ids.append(index)
             valid.append(scored)
     return np.array(rewards, np.float64), np.array(group_ids, np.int64), np.array(valid, bool)
