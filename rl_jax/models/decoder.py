@@ -16,9 +16,8 @@ from rl_jax.models.layers import RMSNorm, linear, weight
 from rl_jax.models.model import Constrain, Model, model_from_module
 from rl_jax.settings import ModelSettings
 
-EMBED_STD = (
-    0.02  # GPT-2's; a tied head then starts with logits near 0, so near the uniform distribution
-)
+# GPT-2's; a tied head then starts with logits near 0, so near the uniform distribution.
+EMBED_STD = 0.02
 
 
 class Attention(nnx.Module):

@@ -4,6 +4,8 @@ A weight is declared once: shape, logical axes and initial distribution stand to
 `weight(...)` call; abstract shapes, shardings and initialisation derive from it (model.py).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -26,9 +28,8 @@ def weight(
 ) -> nnx.Param:
     """A parameter that starts as normal(mean, std); axes names what each dimension means."""
     assert len(shape) == len(axes), f"shape {shape} and logical axes {axes} differ in length"
-    return nnx.Param(
-        jnp.zeros(shape, dtype), **{LOGICAL_AXES: axes, INIT_STD: std, INIT_MEAN: mean}
-    )
+    metadata: dict[str, Any] = {LOGICAL_AXES: axes, INIT_STD: std, INIT_MEAN: mean}
+    return nnx.Param(jnp.zeros(shape, dtype), **metadata)
 
 
 def linear(

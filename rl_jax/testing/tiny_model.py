@@ -1,6 +1,7 @@
 """The model of the tests: two layers, 32 wide; every optional part can be switched on."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -14,14 +15,12 @@ TINY = ModelSettings(
 TINY_VOCAB = 264  # the byte tokenizer's: 8 specials and 256 bytes
 
 
-def tiny_settings(**changes: object) -> ModelSettings:
+def tiny_settings(**changes: Any) -> ModelSettings:
     """TINY with some fields changed."""
     return replace(TINY, **changes)
 
 
-def tiny_model(
-    seed: int = 0, vocab_size: int = TINY_VOCAB, **changes: object
-) -> tuple[Model, Params]:
+def tiny_model(seed: int = 0, vocab_size: int = TINY_VOCAB, **changes: Any) -> tuple[Model, Params]:
     """A tiny model and fresh params on the default device; a fixture may keep both."""
     model = build_model(tiny_settings(**changes), vocab_size)
     return model, jax.jit(model.init)(jax.random.key(seed))
