@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes an element
 
@@ -42,23 +42,22 @@ class PendingDigest:
     """Partial sums under way on the devices; `result` waits for them."""
 
     names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    shardings: tuple[NamedSharding, ...]
-    partials: jax.Array  # u32[devices, N, 2], devices in the mesh's flat order
+    devices: np.ndarray  # object[D], in the mesh's flat order
+    owners: np.ndarray  # i64[D, N] first device that holds the same shard of the parameter
+    partials: jax.Array  # u32[D, N, 2]
 
     def result(self) -> dict[str, np.ndarray]:
         """name -> u32[2]. Raises: ReplicasDiffer."""
         partials = np.asarray(self.partials)
-        out = {}
-        for n, name in enumerate(self.names):
-            owner = _first_holders(self.shardings[n], self.shapes[n])
-            differs = (partials[:, n] != partials[owner, n]).any(axis=1)
-            if differs.any():
-                device = int(np.argmax(differs))
-                devices = self.shardings[n].mesh.devices.flat
-                raise ReplicasDiffer(name, (str(devices[int(owner[device])]), str(devices[device])))
-            out[name] = partials[np.unique(owner), n].sum(axis=0, dtype=np.uint32)
-        return out
+        of_owner = np.take_along_axis(partials, self.owners[:, :, None], axis=0)
+        differs = (partials != of_owner).any(axis=2)  # [D, N]
+        if differs.any():
+            device, n = (int(i) for i in np.argwhere(differs)[0])
+            pair = (str(self.devices[self.owners[device, n]]), str(self.devices[device]))
+            raise ReplicasDiffer(self.names[n], pair)
+        is_owner = self.owners == np.arange(len(self.devices))[:, None]
+        sums = partials.sum(axis=0, dtype=np.uint32, where=is_owner[:, :, None])
+        return dict(zip(self.names, sums, strict=True))
 
 
 def digest_arrays(params: Mapping[str, jax.Array], dtype=None) -> dict[str, np.ndarray]:
@@ -74,13 +73,14 @@ def start(params: Mapping[str, jax.Array], dtype=None) -> PendingDigest:
     Raises:  ValueError if the parameters lie on different meshes or an element has 8 bytes.
     """
     names = tuple(params)
-    arrays = tuple(params[n] for n in names)
-    shardings = _on_one_mesh(names, arrays)
-    program = _program(
-        shardings[0].mesh if shardings else None, tuple(s.spec for s in shardings), _name(dtype)
-    )
-    partials = program(arrays) if arrays else jnp.zeros((1, 0, 2), jnp.uint32)
-    return PendingDigest(names, tuple(x.shape for x in arrays), shardings, partials)
+    arrays = tuple(params.values())
+    if not arrays:
+        empty = np.zeros((1, 0), np.int64)
+        return PendingDigest((), np.empty(1, object), empty, jnp.zeros((1, 0, 2), jnp.uint32))
+    mesh, specs = _on_one_mesh(names, arrays)
+    partials = _program(mesh, specs, _name(dtype))(arrays)
+    partials.copy_to_host_async()
+    return PendingDigest(names, mesh.devices.reshape(-1), _owners(mesh, specs), partials)
 
 
 def partial_digest(x: jax.Array, base, strides: tuple[int, ...]) -> jax.Array:
@@ -119,7 +119,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 @lru_cache(maxsize=256)
-def _program(mesh: Mesh | None, specs: tuple[PartitionSpec, ...], dtype: str | None):
+def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], dtype: str | None):
     """jitted: arrays -> u32[devices, N, 2]. Cached so that a digest compiles once a layout."""
 
     def block(local, strides):
@@ -154,31 +154,39 @@ def _base(local_shape, spec: PartitionSpec, strides) -> jax.Array:
     return base
 
 
-@lru_cache(maxsize=65_536)
-def _first_holders(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
-    """i64[devices]: for each device (flat mesh order) the first device that holds the same shard."""
-    boxes = sharding.devices_indices_map(shape)
-    first: dict = {}
-    owner = []
-    for position, device in enumerate(sharding.mesh.devices.flat):
-        key = tuple((s.start, s.stop) for s in boxes[device])
-        owner.append(first.setdefault(key, position))
-    return np.array(owner)
+@lru_cache(maxsize=256)
+def _owners(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> np.ndarray:
+    """i64[D, N]: for each device (flat mesh order) and parameter, the first device that holds the same shard."""
+    coordinates = np.stack(np.unravel_index(np.arange(mesh.size), mesh.devices.shape), axis=1)
+    out = np.empty((mesh.size, len(specs)), np.int64)
+    for n, spec in enumerate(specs):
+        used = {
+            axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
+        }
+        split = [axis in used for axis in mesh.axis_names]
+        first: dict[tuple, int] = {}
+        out[:, n] = [first.setdefault(tuple(c[split]), d) for d, c in enumerate(coordinates)]
+    return out
 
 
-def _on_one_mesh(names, arrays) -> tuple[NamedSharding, ...]:
-    """The arrays' shardings as NamedShardings on one mesh."""
-    devices = {d for x in arrays for d in x.sharding.device_set}
+def _on_one_mesh(names, arrays) -> tuple[Mesh, tuple[PartitionSpec, ...]]:
+    """The mesh the arrays lie on and each one's spec there."""
+    shardings = [x.sharding for x in arrays]
+    mesh: Mesh | None = getattr(shardings[0], "mesh", None)
+    if mesh is not None and all(getattr(s, "mesh", None) is mesh for s in shardings):
+        return mesh, tuple(s.spec for s in shardings)
+    devices = {d for s in shardings for d in s.device_set}
     if len(devices) == 1:
-        mesh = Mesh(np.array(list(devices)), ("device",))
-        return tuple(NamedSharding(mesh, PartitionSpec()) for _ in arrays)
-    for name, x in zip(names, arrays, strict=True):
-        if not isinstance(x.sharding, NamedSharding) or x.sharding.mesh != arrays[0].sharding.mesh:
+        only = Mesh(np.array(list(devices)), ("device",))
+        return only, tuple(PartitionSpec() for _ in arrays)
+    for name, s in zip(names, shardings, strict=True):
+        if mesh is None or getattr(s, "mesh", None) != mesh:
             raise ValueError(
-                f"digest: parameter {name} lies on {x.sharding}, parameter {names[0]} on {arrays[0].sharding}; "
+                f"digest: parameter {name} lies on {s}, parameter {names[0]} on {shardings[0]}; "
                 "all must lie on one mesh"
             )
-    return tuple(x.sharding for x in arrays)
+    assert mesh is not None, "some sharding is not on a mesh, yet none was refused"
+    return mesh, tuple(s.spec for s in shardings)
 
 
 def _name(dtype) -> str | None:

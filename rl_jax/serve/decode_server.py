@@ -74,7 +74,7 @@ class DecodeServer:
             fail=self._fail,
             refuse=self._refuse,
         )
-        self._params: Mapping[str, Any] | None = None
+        self._params: dict[str, Any] | None = None
         self._state: Any = None
         self._epoch = 0
         self._is_paused = False
@@ -358,11 +358,12 @@ class DecodeServer:
         self._loop.doing = f"swapping to version {version}"
         if commit.kv == "recompute":
             self._stop_slots(self._table.running_slots())
-        self._params, self.version = params, version
+        retired, self._params, self.version = self._params, params, version
         self._loop.fence(None)
         self._events.write(Swapped(version, commit.sync_id, commit.kv))
         blocks = int(self._table.counters["blocks"])
-        self._staged.acknowledge(commit, Ack(self.name, version, blocks, time.monotonic() - start))
+        ack = Ack(self.name, version, blocks, time.monotonic() - start)
+        self._staged.acknowledge(commit, ack, retired)
         self._loop.num_done += 1
 
     def _drained(self, is_empty: bool) -> None:

@@ -88,7 +88,7 @@ class PrefillServer:
             fail=self._fail,
             refuse=self._refuse,
         )
-        self._params: Mapping[str, Any] | None = None
+        self._params: dict[str, Any] | None = None
         self._is_compiled = False
         self._jobs: list[Job] = []  # by priority, then arrival
         self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
@@ -287,7 +287,7 @@ class PrefillServer:
         staged = self._staged.claim(commit)
         if staged is None:
             return
-        self.version, self._params = staged
+        retired, (self.version, self._params) = self._params, staged
         self._loop.fence(None)
         for job in self._jobs:
             self._counters["recompute_tokens"] += job.num_done
@@ -295,9 +295,8 @@ class PrefillServer:
             job.prefix = None
         self._counters["swaps"] += 1
         chunks = int(self._counters["chunks"])
-        self._staged.acknowledge(
-            commit, Ack(self.name, self.version, chunks, time.monotonic() - start)
-        )
+        ack = Ack(self.name, self.version, chunks, time.monotonic() - start)
+        self._staged.acknowledge(commit, ack, retired)
 
     # --- ending jobs ------------------------------------------------------------------------
 

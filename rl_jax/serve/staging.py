@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kernels.digest import digest_arrays
+from kernels import digest
 from rl_jax.serve.commands import Commit
 from rl_jax.types import Ack, Digest
 
@@ -27,7 +27,9 @@ class StagedWeights:
         self._sync_id: str | None = None
         self._version = -1
         self._arrays: dict[str, Any] = {}
+        self._digests: dict[int, digest.PendingDigest] = {}  # by bucket
         self._acks: OrderedDict[str, Ack] = OrderedDict()
+        self._retired: dict[str, Any] = {}  # weights that served before, until a caller drops them
 
     def stage(self, sync_id: str, version: int, bucket: int, arrays: Mapping[str, Any]) -> None:
         """Raises: ValueError if an array is not one of the server's or is not laid out as
@@ -40,18 +42,20 @@ class StagedWeights:
                     f"{self._server}: bucket {bucket} holds {name!r}, which its model does not have; "
                     "train and serving meshes must be built from the same model settings"
                 )
-            if not array.sharding.is_equivalent_to(want, array.ndim):
+            if array.sharding != want and not array.sharding.is_equivalent_to(want, array.ndim):
                 raise ValueError(
                     f"{self._server}: {name} was staged as {array.sharding} but the engine compiled for {want}; "
                     "reshard on the train mesh first"
                 )
+        pending = digest.start(arrays)  # runs while the next bucket is on its way
         with self._lock:
             if sync_id in self._acks:
                 return
             if sync_id != self._sync_id:
-                self._sync_id, self._arrays = sync_id, {}
+                self._sync_id, self._arrays, self._digests = sync_id, {}, {}
             self._version = version
             self._arrays.update(arrays)
+            self._digests[bucket] = pending
 
     def digest(self, sync_id: str) -> Digest:
         """Of the staged arrays, computed on the server's devices.
@@ -60,9 +64,9 @@ class StagedWeights:
         """
         with self._lock:
             self._check(sync_id)
-            arrays = dict(self._arrays)
-        values = digest_arrays(arrays)
-        return Digest({name: (int(a), int(b)) for name, (a, b) in values.items()})
+            pending = list(self._digests.values())
+        values = [item for one in pending for item in one.result().items()]
+        return Digest({name: (int(a), int(b)) for name, (a, b) in values})
 
     def commit(
         self, sync_id: str, kv: str, deadline_s: float, put: Callable[[Commit], None]
@@ -77,7 +81,10 @@ class StagedWeights:
             return ack
         commit = Commit(sync_id, kv)
         put(commit)
-        return commit.reply.wait(deadline_s, f"{self._server}: commit of {sync_id}")
+        try:
+            return commit.reply.wait(deadline_s, f"{self._server}: commit of {sync_id}")
+        finally:
+            self._drop_retired()
 
     def claim(self, commit: Commit) -> tuple[int, dict[str, Any]] | None:
         """The thread's side: (version, params) to swap to, or None if the caller gave up or got it
@@ -91,9 +98,13 @@ class StagedWeights:
             commit.reply.fail(error)
             return None
 
-    def acknowledge(self, commit: Commit, ack: Ack) -> None:
-        """The thread's side: the swap is done."""
+    def acknowledge(self, commit: Commit, ack: Ack, retired: dict[str, Any] | None) -> None:
+        """The thread's side: the swap is done. The weights that served before are dropped on the
+        caller's thread, which empties the dict: freeing hundreds of arrays takes milliseconds, which
+        no request should see.
+        """
         with self._lock:
+            self._retired = retired or {}
             self._acks[commit.sync_id] = ack
             while len(self._acks) > KEPT_ACKS:
                 self._acks.popitem(last=False)
@@ -102,12 +113,18 @@ class StagedWeights:
     def discard(self, sync_id: str) -> None:
         with self._lock:
             if sync_id == self._sync_id:
-                self._sync_id, self._arrays = None, {}
+                self._sync_id, self._arrays, self._digests = None, {}, {}
 
     def acknowledged(self, sync_id: str) -> Ack | None:
         """The Ack of a sync that was committed before."""
         with self._lock:
             return self._acks.get(sync_id)
+
+    def _drop_retired(self) -> None:
+        with self._lock:
+            retired, self._retired = self._retired, {}
+        while retired:  # one by one, so that the server's thread gets the interpreter in between
+            retired.popitem()
 
     def _take(self, sync_id: str) -> tuple[int, dict[str, Any]]:
         """(version, params) of a complete set, which is staged no more.
@@ -123,7 +140,7 @@ class StagedWeights:
                     f"first {missing[0]!r}; stage every bucket before the commit"
                 )
             version, arrays = self._version, self._arrays
-            self._sync_id, self._arrays = None, {}
+            self._sync_id, self._arrays, self._digests = None, {}, {}
             return version, arrays
 
     def _check(self, sync_id: str) -> None:

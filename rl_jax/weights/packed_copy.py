@@ -3,10 +3,10 @@
 1. Each source device packs, for each target device, the parts of its shards that lie inside that device's shards, cast
    to the served dtype, into one flat buffer.
 2. The buffers are copied device to device: a handful of large copies a bucket, exactly the target's bytes.
-3. Each target device unpacks its buffers into its shards, which are assembled on the target's mesh.
+3. Each target device unpacks its buffers into its shards, which are assembled on the target's mesh; where all devices
+   of a target unpack alike, one program does it for the mesh.
 Which part comes from where is arithmetic on index ranges, so any pair of meshes works: different sizes, replicas on
-either side, shared devices. All programs are single-device ones: none can wait for another device, and on the CPU
-backend, where multi-device programs of a process run one after another, they run beside a train step.
+either side, shared devices. No program communicates, so none can wait for another device.
 Everything is dispatched and nothing waited for: packing bucket i + 1 overlaps the copies of bucket i.
 
 Invariants: what a target gets never shares memory with the train state (the learner donates that); every element of a
@@ -17,11 +17,11 @@ Must not: wait, retry or know about versions; that is sync.py.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from rl_jax.weights.layout import Box, boxes, intersection, shape_of, shift
 from rl_jax.weights.plan import Parameter, SyncPlan, Target
@@ -47,6 +47,10 @@ class Packing:
     dtype: str
     parts: tuple[tuple[str, Box], ...]  # (parameter, cut)
 
+    @property
+    def size(self) -> int:
+        return sum(math.prod(shape_of(cut)) for _, cut in self.parts)
+
 
 @dataclass(frozen=True)
 class Delivery:
@@ -57,16 +61,21 @@ class Delivery:
     # Per parameter: its local shape, and per part (buffer, offset in elements, place).
     shards: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, Box], ...]], ...]
 
+    def is_like(self, other: "Delivery") -> bool:
+        """Whether both devices do the same with buffers of the same sizes."""
+        sizes = [[(p.dtype, p.size) for p in d.packings] for d in (self, other)]
+        return self.shards == other.shards and sizes[0] == sizes[1]
+
 
 class PackedCopy:
     """A transport for meshes of one process. Owns the routes; a bucket of new shapes compiles once a device."""
 
     def __init__(self, plan: SyncPlan):
         self.plan = plan
-        # Whole replicas of the train state take turns; else all targets share the buffers of one source.
+        # Whole replicas of the train state take turns; else one source gives what all hold, and targets share buffers.
         spread = min(_num_holders(p) for p in plan.parameters.values())
         self._parts = {
-            name: {n: _parts(p, target, turn % spread) for n, p in plan.parameters.items()}
+            name: {n: _parts(p, target, turn, spread) for n, p in plan.parameters.items()}
             for turn, (name, target) in enumerate(plan.targets.items())
         }
         self._deliveries: dict[tuple[str, tuple[str, ...]], tuple[Delivery, ...]] = {}
@@ -119,11 +128,18 @@ class PackedCopy:
         names: Sequence[str],
         arrived: Sequence[tuple[Delivery, list[jax.Array]]],
     ) -> Arrays:
-        """One program a target device gives all its shards; they are assembled without a copy."""
-        shards = [_unpack_program(buffers, delivery.shards) for delivery, buffers in arrived]
+        """The bucket's arrays on the target's mesh; assembling shards into arrays copies nothing."""
+        shards = arrived[0][0].shards
+        places = [target.shardings[n] for n in names]
+        if len(arrived) > 1 and all(delivery.is_like(arrived[0][0]) for delivery, _ in arrived):
+            # All devices unpack alike: one program for the mesh, and few arrays to assemble, which is host work.
+            whole = [_side_by_side(target.mesh, parts) for parts in zip(*(b for _, b in arrived))]
+            program = _mesh_unpack_program(target.mesh, tuple(places), shards)
+            return dict(zip(names, program(whole), strict=True))
+        made = [_unpack_program(buffers, delivery.shards) for delivery, buffers in arrived]
         return {
             n: jax.make_array_from_single_device_arrays(
-                self.plan.parameters[n].shape, target.shardings[n], [device[i] for device in shards]
+                self.plan.parameters[n].shape, places[i], [device[i] for device in made]
             )
             for i, n in enumerate(names)
         }
@@ -164,8 +180,8 @@ def _num_holders(p: Parameter) -> int:
     return len(all_boxes) // len(set(all_boxes))
 
 
-def _parts(p: Parameter, target: Target, turn: int) -> tuple[tuple[Part, ...], ...]:
-    """Per target device, the parts that tile its shard of p. Replicas of a source shard take turns."""
+def _parts(p: Parameter, target: Target, turn: int, spread: int) -> tuple[tuple[Part, ...], ...]:
+    """Per target device, the parts that tile its shard of p. Of a shard's holders, `spread` take turns."""
     holders: dict[Box, list[int]] = {}
     for s, box in enumerate(boxes(p.source, p.shape)):
         holders.setdefault(box, []).append(s)
@@ -180,7 +196,7 @@ def _parts(p: Parameter, target: Target, turn: int) -> tuple[tuple[Part, ...], .
             if common is None:
                 continue
             own = [s for s in at if sources[s] == device]
-            source = own[0] if own else at[(turn + t) % len(at)]
+            source = own[0] if own else at[(turn + t) % spread]
             parts.append(Part(p.name, source, shift(common, box), shift(common, want)))
         size = sum(math.prod(shape_of(part.place)) for part in parts)
         assert size == math.prod(shape_of(want)), f"{p.name}: parts do not tile shard {want}"
@@ -208,6 +224,28 @@ def _unpack_program(buffers, shards):
     ]
 
 
+@lru_cache(maxsize=256)
+def _mesh_unpack_program(mesh: Mesh, places: tuple[NamedSharding, ...], shards):
+    """_unpack_program on every device of a mesh at once, on its own part of each buffer."""
+    return jax.jit(
+        jax.shard_map(
+            lambda buffers: _unpack_program(buffers, shards),
+            mesh=mesh,
+            in_specs=PartitionSpec(mesh.axis_names),
+            out_specs=[place.spec for place in places],
+            check_vma=False,
+        ),
+        out_shardings=list(places),
+    )
+
+
+def _side_by_side(mesh: Mesh, buffers: Sequence[jax.Array]) -> jax.Array:
+    """One array whose shard on each device of the mesh is that device's flat buffer."""
+    shape = (len(buffers) * buffers[0].size,)
+    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.make_array_from_single_device_arrays(shape, place, list(buffers))
+
+
 def _cut(x: jax.Array, box: Box) -> jax.Array:
     return x[tuple(slice(*r) for r in box)]
 
@@ -230,5 +268,9 @@ def _join(parts: Sequence[tuple[Box, jax.Array]], dim: int) -> jax.Array:
 
 def _by_position(x: jax.Array) -> list[jax.Array]:
     """The single-device shards in the mesh's flat order."""
+    if (
+        not x.is_fully_replicated
+    ):  # addressable_data is a tenth of the host work of addressable_shards
+        return [x.addressable_data(i) for i in range(x.sharding.num_devices)]
     by_device = {s.device: s.data for s in x.addressable_shards}
     return [by_device[d] for d in x.sharding.mesh.devices.flat]

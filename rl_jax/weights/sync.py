@@ -2,8 +2,8 @@
 
 Owns: the published version, and which servers take part. Life of one sync (steps 1 and 2 together, and each half of
 step 3, have `deadline_s`; a server that lets it pass is out, and the others get it anew):
-1. Each bucket is sent (a transport), its digest is begun on the train state, and each server stages it in shadow
-   buffers while it goes on serving the old version. At most IN_FLIGHT buckets are under way, which bounds memory.
+1. Each bucket is sent (a transport), and each server stages it in shadow buffers while it goes on serving the old
+   version. At most IN_FLIGHT buckets are under way, which bounds memory.
 2. Each server's digest of what it staged must equal the train state's, parameter by parameter.
 3. Prefill servers commit, then decode servers: each swaps pointers between two of its blocks and acknowledges.
 4. Only then is the version published.
@@ -150,12 +150,9 @@ class _Attempt:
     def stage(self) -> str | None:
         """Phase 1. Returns why the whole sync must abort, or None; failures of single servers go to `failed`."""
         staging: list[dict[str, Future]] = []
-        self.digests: list[digest.PendingDigest] = []
         for bucket in self.sync.plan.buckets:
             try:
                 sent = self.sync._transport.send(self.params, bucket.names, list(self.good()))
-                subset = {n: self.params[n] for n in bucket.names}
-                self.digests.append(digest.start(subset, self.sync.plan.dtype))
             except Exception as error:  # the boundary to XLA: out of memory, a dead device
                 return f"bucket {bucket.index} could not be sent from the train mesh: {error}"
             calls = {}
@@ -168,6 +165,9 @@ class _Attempt:
                 self.collect(staging.pop(0), f"bucket {bucket.index - IN_FLIGHT + 1} to be staged")
             if not self.has_decode():
                 return NO_DECODE
+        # Behind the last bucket on every lane: the train mesh has its digest done while the last copies are under way.
+        self.source = self.call("train", self.source_digest)
+        self.digests = {n: self.call(n, t.digest, self.sync_id) for n, t in self.good().items()}
         for calls in staging:
             self.collect(calls, "the last buckets to be staged")
         return None
@@ -179,21 +179,19 @@ class _Attempt:
 
     def verify(self) -> str | None:
         """Phase 2. Returns why the whole sync must abort, or None."""
-        source = self.call("train", self.source_digest)
-        calls = {name: self.call(name, t.digest, self.sync_id) for name, t in self.good().items()}
         try:
-            want = wait(source, self.deadline, "the digest of the train state")
+            want = wait(self.source, self.deadline, "the digest of the train state")
         except Exception as error:  # the boundary to XLA, as in stage
             return f"the train state could not be digested: {error}"
-        for name, got in self.collect(calls, "its digest").items():
+        for name, got in self.collect(self.digests, "its digest").items():
             if differing := want.differing(got):
                 more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
                 self.failed[name] = f"digest differs for parameter {differing[0]}{more}"
         return None
 
     def source_digest(self) -> Digest:
-        values = {n: (int(v[0]), int(v[1])) for d in self.digests for n, v in d.result().items()}
-        return Digest(values)
+        values = digest.digest_arrays(self.params, self.sync.plan.dtype)
+        return Digest({name: (int(a), int(b)) for name, (a, b) in values.items()})
 
     def commit(self, kind: str) -> None:
         """Phase 3 for one kind of server; all of a kind at once, so that pauses overlap."""
@@ -289,7 +287,7 @@ def _check(plan: SyncPlan, params: Params) -> None:
         if (
             x.shape != p.shape
             or x.dtype != p.trained
-            or not x.sharding.is_equivalent_to(p.source, x.ndim)
+            or not (x.sharding == p.source or x.sharding.is_equivalent_to(p.source, x.ndim))
         ):
             raise ValueError(
                 f"parameter {name} is {x.dtype}{list(x.shape)} on {x.sharding}, planned as"

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rl_jax.mesh import make_mesh
 from rl_jax.weights.layout import boxes, pieces, source_layout
-from rl_jax.weights.packed_copy import PackedCopy, _parts
+from rl_jax.weights.packed_copy import PackedCopy, _num_holders, _parts
 from rl_jax.weights.plan import Parameter, Target
 from rl_jax.weights.reshard_copy import ReshardCopy
 
@@ -172,7 +172,7 @@ def check_packed(source, target, shape, turn):
     server = Target("decode.0", target.mesh, {"w": target}, 0)
     index = np.arange(np.prod(shape)).reshape(shape)
     held, wanted = boxes(source, shape), boxes(target, shape)
-    for want, parts in zip(wanted, _parts(p, server, turn), strict=True):
+    for want, parts in zip(wanted, _parts(p, server, turn, _num_holders(p)), strict=True):
         shard = np.full([b - a for a, b in want], -1)
         for part in parts:
             outer = index[tuple(slice(*r) for r in held[part.source])]

@@ -98,5 +98,6 @@ def test_server_samples_from_the_published_weights_and_keeps_them_when_a_sync_ab
     result = sync.publish(placed[1], 1)
     assert (result.state, result.acked) == ("PUBLISHED", ("decode.0",))
     assert result.pause_s < 1.0
+    assert server._staged._retired == {}  # the old weights' memory is free when publish returns
     tokens, _, versions = sample(server, "c")
     assert (tokens, versions) == (greedy_ref(model, second), [1] * 8)
