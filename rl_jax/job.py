@@ -193,7 +193,7 @@ def _starting_point(
     if source is None:
         learner.init(jax.random.key(job.settings.seed))
         return DriverState(), {}
-    if source.parent == checkpointer.directory and not job.run_dir.decision.is_exact:
+    if source.parent == checkpointer.directory and not decision.is_exact:
         newest = checkpointer.latest()  # what does not verify is set aside, loudly
         if newest is None:
             raise CheckpointError(
@@ -281,19 +281,24 @@ def evaluation_tasks(settings: Settings, pool: EnvPool) -> dict[str, Sequence[Ta
 def saved_batches(settings: Settings) -> Iterator[tuple[int, list[Group]]]:
     """(step, groups) of rollout.replay_dir, ascending, at most `steps` of them. Raises FileNotFoundError if none."""
     root = Path(settings.rollout.replay_dir) / "rollouts"
+    for step in _saved_steps(settings)[: settings.steps]:
+        yield step, read_groups(root / f"step_{step}" / "train")
+
+
+def _saved_steps(settings: Settings) -> list[int]:
+    root = Path(settings.rollout.replay_dir) / "rollouts"
     steps = sorted(int(p.parent.name.removeprefix("step_")) for p in root.glob("step_*/train"))
     if not steps:
         raise FileNotFoundError(
             f"rollout.replay_dir={settings.rollout.replay_dir} has no rollouts/step_N/train; give the directory of a"
             " run whose metrics.rollouts_every is above 0"
         )
-    for step in steps[: settings.steps]:
-        yield step, read_groups(root / f"step_{step}" / "train")
+    return steps
 
 
 def _replay_start(settings: Settings) -> Path | None:
     """The checkpoint that the first saved batch was sampled from, if the replayed run kept it."""
-    first = next(saved_batches(settings))[0]
+    first = _saved_steps(settings)[0]
     path = Path(settings.rollout.replay_dir) / "checkpoints" / f"step_{first - 1}"
     return path if path.is_dir() else None
 

@@ -1,8 +1,7 @@
 """What a person reads before and after a run: the dry run's plan, and the closing lines.
 
-`dry_run` checks what config.parse cannot: the model's real shapes on the plan, the environments' tasks, and one
-scripted episode through the renderer; prints tables and starts nothing. `closing_lines` gives the figures, one sample
-episode and what to type next.
+`dry_run` shows what config.parse cannot know: the model's real shapes on the plan and the environments' tasks; it
+prints tables and starts nothing. `closing_lines` gives the figures, one sample episode and what to type next.
 Must not: touch a device, or write beside plan.json of a run directory that was named.
 """
 
@@ -14,9 +13,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kernels.kv import KVSpec
 from rl_jax.config import Parsed
 from rl_jax.mesh import MeshPlan
-from rl_jax.mesh.rules import Rules
+from rl_jax.mesh.rules import Rules, merge_rules
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
 from rl_jax.rollout.traces import read_traces
@@ -65,17 +65,18 @@ def memory_rows(
 ) -> list[tuple[str, int, int, int, int]]:
     """(server or train pool, bytes of one device, weights, optimizer + gradients, KV), from abstract shapes alone.
 
-    Activations and the staged copy of a sync (one more "weights") come on top.
+    Activations, the staged copy of a sync (one more "weights") and a prefill server's scratch cache come on top.
     """
     served = jnp.dtype(settings.model.dtype).itemsize
     master = jnp.dtype(settings.model.param_dtype).itemsize
     m, e = settings.model, settings.engine
-    kv = 2 * m.num_layers * e.slots * e.context * m.num_kv_heads * m.head_dim * served
+    cache = KVSpec(m.num_layers, m.num_kv_heads, m.head_dim, e.context, e.slots, m.dtype)
     rows = []
     for server in plan.servers:
         weights = _sharded_size(model, server.rules, server.axes) * served
-        tensor = server.axes["tensor"] if dict(server.rules).get("kv_heads") else 1
-        rows.append((server.name, weights + kv // tensor, weights, 0, kv // tensor))
+        holds_slots = server.kind != "prefill"
+        kv = cache.num_bytes // _num_shards(cache.axes, server.rules, server.axes) * holds_slots
+        rows.append((server.name, weights + kv, weights, 0, kv))
     if plan.train is not None:
         size = _sharded_size(model, plan.train.rules, plan.train.axes)
         weights, state = size * master, size * 4 * (ADAM_MOMENTS + 1)
@@ -109,7 +110,7 @@ def closing_lines(run_dir: Any, mode: str, summary: Mapping[str, Any]) -> list[s
 
 
 def _task_report(settings: Settings, renderer: ChatRenderer, pool: EnvPool) -> dict[str, Any]:
-    """Tasks of each split, and the first context of one of them, which must round-trip and fit."""
+    """Tasks of each split, and how long the first one's own messages are."""
     out: dict[str, Any] = {}
     for source in settings.tasks.sources:
         tasks = {split: pool.list_tasks(source.tag, split) for split in pool.splits(source.tag)}
@@ -130,17 +131,16 @@ def _task_report(settings: Settings, renderer: ChatRenderer, pool: EnvPool) -> d
 
 def _sharded_size(model: Model, rules: Rules, axes: Mapping[str, int]) -> int:
     """Weights that one device holds."""
-    table = {logical: (on,) if isinstance(on, str) else tuple(on) for logical, on in rules}
-    total = 0
-    for name, array in model.abstract.items():
-        shards = math.prod(
-            axes[axis]
-            for logical in model.logical_axes[name]
-            if logical
-            for axis in table.get(logical, ())
-        )
-        total += math.prod(array.shape) // shards
-    return total
+    return sum(
+        math.prod(array.shape) // _num_shards(model.logical_axes[name], rules, axes)
+        for name, array in model.abstract.items()
+    )
+
+
+def _num_shards(logical: Sequence[str | None], rules: Rules, axes: Mapping[str, int]) -> int:
+    """Pieces that an array with these logical axes is cut into on a mesh of these sizes."""
+    on = dict(merge_rules((), rules))
+    return math.prod(axes[axis] for name in logical if name for axis in on.get(name, ()))
 
 
 def _sample_episode(path: Path) -> list[str] | None:
