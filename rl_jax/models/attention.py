@@ -54,19 +54,23 @@ def attention(
     and neither its values nor its gradients are ever non-finite. Returned in q.dtype.
     """
     B, Tq, H, Dh = q.shape
-    K = k.shape[2]
-    grouped = q.reshape(B, Tq, K, H // K, Dh)
-    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    Tk, K = k.shape[1:3]
+    G = H // K
+    # Batch and kv head lead, written out: XLA:CPU multiplies such stacks of matrices 2x faster than
+    # the same einsum over interleaved heads, forwards and backwards.
+    queries = q.reshape(B, Tq, K, G, Dh).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Tq, Dh)
+    keys = k.transpose(0, 2, 3, 1)  # [B, K, Dh, Tk]
+    values = v.transpose(0, 2, 1, 3)  # [B, K, Tk, Dh]
+    scores = jnp.matmul(queries, keys, preferred_element_type=jnp.float32)
     visible = mask[:, None, None]  # [B, 1, 1, Tq, Tk]
-    scores = jnp.where(visible, scores * Dh**-0.5, MASKED)
+    scores = jnp.where(visible, scores.reshape(B, K, G, Tq, Tk) * Dh**-0.5, MASKED)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     weights = jnp.where(visible, jnp.exp(scores - top), 0.0)  # [B, K, G, Tq, Tk]
     total = weights.sum(axis=-1)  # [B, K, G, Tq]; at least 1 where anything is visible
-    mixed = jnp.einsum(
-        "bkgts,bskd->btkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
-    total = jnp.where(total > 0, total, 1.0).transpose(0, 3, 1, 2)[..., None]  # [B, Tq, K, G, 1]
-    return (mixed / total).astype(q.dtype).reshape(B, Tq, H, Dh)
+    stacked = weights.astype(v.dtype).reshape(B, K, G * Tq, Tk)
+    mixed = jnp.matmul(stacked, values, preferred_element_type=jnp.float32)
+    mixed = mixed.reshape(B, K, G, Tq, Dh) / jnp.where(total > 0, total, 1.0)[..., None]
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(B, Tq, H, Dh).astype(q.dtype)
 
 
 def causal_segment_mask(

@@ -16,9 +16,6 @@ from rl_jax.models.layers import RMSNorm, linear, weight
 from rl_jax.models.model import Constrain, Model, model_from_module
 from rl_jax.settings import ModelSettings
 
-# GPT-2's; a tied head then starts with logits near 0, so near the uniform distribution.
-EMBED_STD = 0.02
-
 
 class Attention(nnx.Module):
     """Projections of one layer's attention, head axes kept; the caller's `attend` does the rest."""
@@ -101,13 +98,14 @@ class Decoder(nnx.Module):
     def __init__(self, settings: ModelSettings, vocab_size: int):
         V, D, dtype = vocab_size, settings.embed_size, jnp.dtype(settings.param_dtype)
         self.settings = settings
-        self.embed = weight((V, D), ("vocab", "embed"), dtype, std=EMBED_STD)
+        # A normed state then meets the head with logits of O(1), tied or not. GPT-2's 0.02 is this for
+        # D 2500; at D 96 it learns several times slower (docs/log.md).
+        std = D**-0.5
+        self.embed = weight((V, D), ("vocab", "embed"), dtype, std=std)
         self.layers = nnx.List([DecoderLayer(settings, dtype) for _ in range(settings.num_layers)])
         self.final_norm = RMSNorm(D, settings.norm_eps, dtype)
         self.unembed = (
-            None
-            if settings.tie_embeddings
-            else weight((D, V), ("embed", "vocab"), dtype, std=EMBED_STD)
+            None if settings.tie_embeddings else weight((D, V), ("embed", "vocab"), dtype, std=std)
         )
 
     def hidden(
