@@ -4,9 +4,9 @@ For synchronous runs, where a device would otherwise idle while others work. The
 by side, are the data axis of the train mesh; its weights and optimizer state are split over that
 axis too (`embed -> data`), as each device would otherwise hold a whole copy per server.
 
-Needs: 8 devices of one host; on CPU XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates
-them. Model: even heads, kv heads, mlp and vocabulary; an embed_size divisible by 4.
-Rows of a microbatch: a multiple of 4.
+Needs: 8 devices of one host; where JAX finds the CPU only, or with --config.mesh.platform=cpu, they
+are simulated. Model: even heads, kv heads, mlp and vocabulary; an embed_size divisible by 4. Rows
+of a microbatch: a multiple of 4.
 
     python -m rl_jax.launch --mesh=mesh_configs/colocated_8.py
 """
@@ -23,6 +23,7 @@ def get_config(arg: str = "") -> ConfigDict:
     return ConfigDict(
         {
             "name": "colocated_8",
+            "platform": "",
             "pools": [pool],
             "rules_train": (("embed", ("data", "fsdp")),),
             "rules_serve": (),

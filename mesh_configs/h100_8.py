@@ -33,6 +33,7 @@ def get_config(arg: str = "") -> ConfigDict:
     return ConfigDict(
         {
             "name": "h100_8",
+            "platform": "",
             "pools": [
                 pool("prefill", 1, 1, {}),
                 pool("decode", 3, 3, {}),

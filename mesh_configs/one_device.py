@@ -14,6 +14,7 @@ def get_config(arg: str = "") -> ConfigDict:
     return ConfigDict(
         {
             "name": "one_device",
+            "platform": "",
             "pools": [
                 ConfigDict(
                     {"name": "all", "kind": "colocated", "devices": 1, "replicas": 1, "axes": {}}

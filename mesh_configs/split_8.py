@@ -6,9 +6,9 @@ number of devices that train, 4 (data 2 x fsdp 2) unless given: `split_8.py:trai
 `split_8.py:2` trains on two (fsdp 2), `:train1` on one. Two cores simulate two devices at about
 half the speed of one, so a small machine is faster with fewer.
 
-Needs: 8 devices (4 + the number that train); on CPU XLA_FLAGS=
---xla_force_host_platform_device_count=8 simulates them. Model: an even embed_size; rows of a
-microbatch divisible by the number of devices that train.
+Needs: nothing, as platform "cpu" simulates its devices (4 + the number that train), also where JAX
+would find an accelerator; `--config.mesh.platform=` asks for that many real ones instead. Model: an
+even embed_size; rows of a microbatch divisible by the number of devices that train.
 
     python -m rl_jax.launch --mesh=mesh_configs/split_8.py:train2
 """
@@ -33,6 +33,7 @@ def get_config(arg: str = "") -> ConfigDict:
     return ConfigDict(
         {
             "name": "split_8",
+            "platform": "cpu",
             "pools": [
                 ConfigDict({"name": "prefill", "kind": "prefill", **servers}),
                 ConfigDict({"name": "decode", "kind": "decode", **servers}),

@@ -34,6 +34,7 @@ def get_config(arg: str = "") -> ConfigDict:
     return ConfigDict(
         {
             "name": "tpu_v5e_16",
+            "platform": "",
             "pools": [
                 pool("prefill", 2, 1, {"tensor": 2}),
                 pool("decode", 6, 3, {"tensor": 2}),

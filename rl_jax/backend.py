@@ -1,6 +1,6 @@
-"""What JAX must be told before it is imported: simulated CPU devices and the persistent compile cache.
+"""What JAX must be told before it is imported: the backend, simulated CPU devices and the persistent compile cache.
 
-Owns no state: both functions write environment variables that JAX reads at its import, so launch and the tests call
+Owns no state: the functions write environment variables that JAX reads at its import, so launch and the tests call
 them first. Must not import jax: a config error has to be told before the 3 s that costs.
 """
 
@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 DEVICE_FLAG = "--xla_force_host_platform_device_count"
+
+
+class BackendError(RuntimeError):
+    """JAX cannot be what the config asks for; one line; exit code 2."""
 
 
 def default_cache_dir() -> Path:
@@ -39,18 +43,43 @@ def enable_compile_cache(directory: Path | str | None = None) -> Path:
     return path
 
 
+def use_platform(platform: str) -> None:
+    """Make JAX use this backend; "" leaves the choice to JAX_PLATFORMS and to JAX.
+
+    Raises: BackendError if JAX_PLATFORMS names another one, or JAX uses another one already.
+    """
+    if not platform:
+        return
+    asked = os.environ.get("JAX_PLATFORMS", "").replace(" ", "").lower()
+    if asked and asked.partition(",")[0] != platform:  # JAX takes the first one as its default
+        raise BackendError(
+            f"mesh.platform={platform} contradicts JAX_PLATFORMS={asked}: unset JAX_PLATFORMS, or let it choose with"
+            " --config.mesh.platform= and a mesh that fits its devices"
+        )
+    os.environ["JAX_PLATFORMS"] = asked or platform
+    if jax := sys.modules.get("jax"):  # a notebook imported it already: the variable comes too late
+        jax.config.update("jax_platforms", asked or platform)
+        if (found := jax.default_backend()) != platform:
+            raise BackendError(
+                f"mesh.platform={platform}, but JAX was started on {found} in this process before; start another one,"
+                " or use --config.mesh.platform= and a mesh that fits its devices"
+            )
+
+
 def simulate_cpu_devices(num_devices: int) -> None:
     """Make the CPU backend show at least `num_devices` devices; other backends are not touched.
 
-    Raises: RuntimeError if JAX was imported before with another number.
+    Raises: BackendError if JAX was imported before with another number.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     wanted = f"{DEVICE_FLAG}={num_devices}"
-    asked = [int(f.partition("=")[2]) for f in flags if f.startswith(f"{DEVICE_FLAG}=")]
-    if asked and asked[-1] >= num_devices:
+    asked = [f.partition("=")[2] for f in flags if f.startswith(f"{DEVICE_FLAG}=")]
+    if asked and not asked[-1].isdecimal():
+        raise BackendError(f"XLA_FLAGS has {DEVICE_FLAG}={asked[-1]}, which is no number; unset it")
+    if asked and int(asked[-1]) >= num_devices:
         return
     if "jax" in sys.modules:
-        raise RuntimeError(
+        raise BackendError(
             f"{num_devices} CPU devices must be asked for before jax is imported; "
             f"set XLA_FLAGS={wanted} and start again"
         )

@@ -1,9 +1,9 @@
 """One job: the parts of a config, built in order, run in a mode, closed in reverse.
 
-Life of `run`: 1 The environments' tasks are read; nothing is written before all is known to fit. 2 The run directory
-is opened. 3 Model and learner; weights from a checkpoint, or fresh and warm-started on scripted episodes. 4 Servers,
-router, rollout, sync. 5 The Driver, in the mode asked for. 6 summary.json and the report; everything is closed,
-whatever happened.
+Life of `run`: 1 The devices are counted and the environments' tasks read; nothing is written before all is known to
+fit (preflight.py). 2 The run directory is opened. 3 Model and learner; weights from a checkpoint, or fresh and
+warm-started on scripted episodes. 4 Servers, router, rollout, sync. 5 The Driver, in the mode asked for. 6 summary.json
+and the report; everything is closed, whatever happened.
 Must not: decide the order of a step (driver.py), or check a value that config.parse could check.
 """
 
@@ -18,6 +18,7 @@ import jax
 
 from rl_jax import report
 from rl_jax.algorithms import ALGORITHMS
+from rl_jax.backend import BackendError
 from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.cluster import InProcCluster
 from rl_jax.config import ConfigError, Parsed, resolved_python
@@ -28,6 +29,7 @@ from rl_jax.mesh import MeshPlan, build_meshes
 from rl_jax.metrics import MetricsWriter, Progress
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
+from rl_jax.preflight import present_devices
 from rl_jax.recorder import Recorder
 from rl_jax.resume import RunDirError
 from rl_jax.rollout.buffer import SampleBuffer, SelectionEmpty, TakeTimeout
@@ -50,6 +52,7 @@ Resolve = Callable[[str, Mapping[str, Any]], Any]  # (name, literal table) -> th
 
 EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (ConfigError, 2),
+    (BackendError, 2),
     (RunDirError, 2),
     (CheckpointError, 3),
     (FileNotFoundError, 3),
@@ -81,6 +84,8 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
     with contextlib.ExitStack() as stack:
         if pool is not None:
             stack.callback(lambda: asyncio.run(pool.close()))
+        devices = [] if options.dry_run else present_devices(plan)
+        if pool is not None:
             with progress.phase("environments", "importing them in their worker processes"):
                 _prepare(pool)
         if options.dry_run:
@@ -91,7 +96,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         if pool is not None:
             pool.log_dir = run_dir.logs
         run_dir.start_logging()
-        run_dir.write_env(devices=[str(device) for device in jax.devices()])
+        run_dir.write_env(devices=[str(device) for device in devices])
         progress.note(f"run directory {run_dir.path}")
         progress.note(plan.describe())
         job = Job(

@@ -20,6 +20,7 @@ from rl_jax import backend, config, resume
 from rl_jax.mesh import MeshPlan
 from rl_jax.metrics import Progress
 from rl_jax.rollout.worker import EnvPool
+from rl_jax.settings import MeshSettings, ModelSettings
 
 EXIT_CONFIG, EXIT_INTERRUPT = 2, 130
 
@@ -29,41 +30,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     75 preempted and saved, 130 interrupted)."""
     try:
         parsed = config.parse(sys.argv[1:] if argv is None else argv)
-    except config.ConfigError as error:
-        for line in error.errors:
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_CONFIG
-    settings = parsed.settings
-    try:
-        if parsed.options.run_dir and not parsed.options.dry_run:
-            resume.decide(Path(parsed.options.run_dir), settings, parsed.options.resume)
-    except resume.RunDirError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+        settings, options = parsed.settings, parsed.options
+        if options.run_dir and not options.dry_run:
+            resume.decide(Path(options.run_dir), settings, options.resume)
+        _set_backend(settings.mesh, settings.model)
+    except (config.ConfigError, resume.RunDirError, backend.BackendError) as error:
+        return _tell(error, EXIT_CONFIG)
     progress = Progress(settings.steps, settings.metrics.progress, settings.metrics.heartbeat_s)
-    plan = MeshPlan.from_settings(settings.mesh, settings.model)
-    if all(pool.hardware == "cpu" for pool in plan.pools):
-        backend.simulate_cpu_devices(plan.num_devices)
-    backend.enable_compile_cache()
-    pool = None
-    if parsed.options.mode != "train_only":
-        pool = EnvPool(settings.tasks.sources, settings.rollout, settings.rewards)
-        pool.spawn()  # their imports run beside ours
-    job = importlib.import_module("rl_jax.job")
     try:
-        return job.run(parsed, pool, progress, resolve)
+        pool = None
+        if options.mode != "train_only":
+            pool = EnvPool(settings.tasks.sources, settings.rollout, settings.rewards)
+            pool.spawn()  # their imports run beside ours
+        return importlib.import_module("rl_jax.job").run(parsed, pool, progress, resolve)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPT
     except Exception as error:
-        code = job.exit_code(error)
+        code = importlib.import_module("rl_jax.job").exit_code(error)
         if code is None:  # a bug of ours: the trace is the useful part
             traceback.print_exc()
             return 1
-        print(f"error: {error}", file=sys.stderr)
-        return code
+        return _tell(error, code)
     finally:
         progress.close()
+
+
+def _set_backend(mesh: MeshSettings, model: ModelSettings) -> None:
+    """Tell JAX, before its import, which backend and how many simulated devices. Raises BackendError."""
+    plan = MeshPlan.from_settings(mesh, model)
+    if mesh.platform == "cpu" or all(pool.hardware == "cpu" for pool in plan.pools):
+        backend.simulate_cpu_devices(plan.num_devices)  # on an accelerator this changes nothing
+    backend.use_platform(mesh.platform)
+    backend.enable_compile_cache()
+
+
+def _tell(error: Exception, code: int) -> int:
+    """One line for each thing that is wrong; returns the code."""
+    lines = error.errors if isinstance(error, config.ConfigError) else (str(error),)
+    for line in lines:
+        print(f"error: {' '.join(line.split()) or type(error).__name__}", file=sys.stderr)
+    return code
 
 
 def resolve(name: str, table: Mapping[str, Any]) -> Any:

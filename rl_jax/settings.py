@@ -45,6 +45,8 @@ class PoolSettings:
 @dataclass(frozen=True)
 class MeshSettings:
     name: str = "one_device"
+    # the JAX backend: "" = whatever JAX finds, "cpu" = the CPU with simulated devices
+    platform: str = ""
     pools: tuple[PoolSettings, ...] = (PoolSettings(),)
     # (logical axis, mesh axis or axes)
     rules_train: tuple[tuple[str, str | tuple[str, ...]], ...] = ()

@@ -115,6 +115,7 @@ SOURCE_INTERVALS = {"script_episodes": "[0, inf)", "script_skill": "[0, 1]"}  # 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
+    "mesh.platform": ("", "cpu"),
     "rollout.short_group_infra": ("replace", "survivors", "drop"),
     "rollout.short_group_stale": ("drop",),
     "algorithm.aggregation": (
@@ -150,7 +151,8 @@ def check(settings: Settings, mode: str = "train") -> list[str]:
     errors = [e for key, text in INTERVALS.items() for e in _interval(key, values[key], text)]
     for key, choices in CHOICES.items():
         if values[key] not in choices:
-            errors.append(f"{key}={values[key]} is not one of {', '.join(choices)}")
+            known = ", ".join(choice or "nothing" for choice in choices)
+            errors.append(f"{key}={values[key]} is not one of {known}")
     for key, table in NAMES.items():
         errors += check_name(key, values[key], table)
     errors += _task_errors(settings)

@@ -67,6 +67,7 @@ PART = {
     "recorder": "driver",
     "warm_start": "driver",
     "job": "launch",
+    "preflight": "launch",
     "report": "launch",
     "launch": "launch",
 }

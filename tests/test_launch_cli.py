@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from rl_jax import launch
+from rl_jax.config import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def launched(*words, cwd=ROOT, timeout=120):
+def launched(*words, cwd=ROOT, timeout=120, env=None):
     """Run the command in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = env or {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-m", "rl_jax.launch", *words],
         capture_output=True, text=True, cwd=cwd, timeout=timeout, env=env,
@@ -42,6 +43,53 @@ def test_error_answers_within_seconds_and_without_a_trace(tmp_path):
     assert done.stdout == "" and "Traceback" not in done.stderr
     assert "error: mesh pool train" in done.stderr and "it has 3" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_platform_of_the_environment_is_not_overridden(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    assert launch.main([]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "mesh.platform=cpu contradicts JAX_PLATFORMS=cuda,cpu: unset JAX_PLATFORMS" in lines[0]
+    assert os.environ["JAX_PLATFORMS"] == "cuda,cpu" and list(tmp_path.iterdir()) == []
+
+
+def test_mesh_for_simulated_devices_asks_for_the_cpu(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    assert parse([]).settings.mesh.platform == "cpu"
+    launch._set_backend(parse([]).settings.mesh, parse([]).settings.model)
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    for words in (["--mesh=one_device"], ["--config.mesh.platform="]):
+        mesh = parse(words).settings.mesh
+        launch._set_backend(mesh, parse(words).settings.model)
+        assert (mesh.platform, os.environ["JAX_PLATFORMS"]) == ("", "cuda")
+
+
+@pytest.mark.slow  # a process that imports jax
+def test_mesh_that_does_not_fit_the_devices_is_one_line_and_no_directory(tmp_path):
+    done = launched(
+        f"--config={ROOT / 'tests' / 'job_config.py'}", "--mesh=tpu_v5e_16",
+        "--config.learner.microbatch_rows=8", f"--run_dir={tmp_path / 'r'}",
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines() == [
+        "error: mesh tpu_v5e_16 needs 16 devices but JAX finds 8 (cpu); use a mesh that fits, such as"
+        " --mesh=one_device, or simulate the devices on the CPU with --config.mesh.platform=cpu"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_backend_that_is_not_there_is_one_line_and_no_directory(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "no_such_chip"}
+    done = launched(
+        f"--config={ROOT / 'tests' / 'job_config.py'}", f"--run_dir={tmp_path / 'r'}", env=env
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: JAX finds no device: ") and "no_such_chip" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_help_exits_0(capsys):
