@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rl_jax.learner.batch import Batch, pack, with_advantages
@@ -29,8 +30,11 @@ class SyncFailed(RuntimeError):
     """Weights could not be published within the retries; at max_staleness 0 nothing else can go on."""
 
 
-class Preempted(Exception):
-    """SIGTERM arrived: the state was saved and the run can be resumed."""
+class Preempted(BaseException):
+    """SIGTERM arrived, and what was due is saved: the run can be started again.
+
+    No Exception, as KeyboardInterrupt is none: where it is raised at once, whatever handles errors there must let it by.
+    """
 
 
 @dataclass
@@ -70,12 +74,12 @@ class Driver:
     def run(self) -> DriverState:
         """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
         p, cfg = self.parts, self.settings
-        with _on_sigterm(self._ask_stop):
+        with on_sigterm(self._ask_stop):
             self.publish(self.state.version)
             if not self.state.evaluations:
                 self.evaluate("first")
             for step in range(self.state.version + 1, cfg.steps + 1):
-                self._step_or_stop(step)
+                self._or_stop(step, self.step)
                 if cfg.eval.every and step % cfg.eval.every == 0 and step < cfg.steps:
                     self.evaluate("last")
                 if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
@@ -90,37 +94,25 @@ class Driver:
         """rollout_only: `steps` batches under the starting weights, saved and not trained.
 
         The weights are published again under each next version, so that versions and staleness mean what they mean in
-        training.
+        training. Raises as run().
         """
         p, cfg = self.parts, self.settings
-        with _on_sigterm(self._ask_stop):
+        with on_sigterm(self._ask_stop):
             self.publish(self.state.version)
             self.save()  # what train_only starts from
             for step in range(self.state.version + 1, cfg.steps + 1):
-                clock = Stopwatch()
-                p.rollout.want(step, cfg.rollout.batch_groups)
-                groups = p.buffer.take(step, should_stop=self._is_stopping)
-                clock.lap("time/wait_for_batch_s")
-                p.buffer.discard(step, "rollout_only")
-                self.publish(step)
-                p.rollout.check()
-                p.recorder.step(step, groups, clock.metrics(), p.rollout.counts())
+                self._or_stop(step, self._collect_step)
             p.rollout.drain()
             p.ledger.check(in_flight=0)
         return self.state
 
     def replay(self, batches: Iterable[tuple[int, Sequence[Group]]]) -> DriverState:
-        """train_only: learner steps on saved groups, (step, groups) each; no servers, nothing sampled."""
-        p = self.parts
-        for step, groups in batches:
-            clock = Stopwatch()
-            batch = self.make_batch(groups)
-            clock.lap("time/batch_s")
-            learned = p.learner.step(batch, version=step - 1)
-            clock.lap("time/train_s")
-            self.state.version = step
-            p.recorder.step(step, groups, {**learned, **clock.metrics()}, {})
-        self.save()
+        """train_only: learner steps on saved groups, (step, groups) each; no servers, nothing sampled. Raises Preempted,
+        and what learner.step raises."""
+        with on_sigterm(self._ask_stop):
+            for step, groups in batches:
+                self._or_stop(step, partial(self._replay_step, groups))
+            self.save()
         return self.state
 
     def step(self, step: int) -> None:
@@ -193,11 +185,30 @@ class Driver:
         p.checkpointer.wait()
         p.recorder.event("saved", step=self.state.version)
 
-    def _step_or_stop(self, step: int) -> None:
-        """SIGTERM ends the run between two steps or while it waits for a batch, after a save."""
+    def _collect_step(self, step: int) -> None:
+        p, clock = self.parts, Stopwatch()
+        p.rollout.want(step, self.settings.rollout.batch_groups)
+        groups = p.buffer.take(step, should_stop=self._is_stopping)
+        clock.lap("time/wait_for_batch_s")
+        p.buffer.discard(step, "rollout_only")
+        self.publish(step)
+        p.rollout.check()
+        p.recorder.step(step, groups, clock.metrics(), p.rollout.counts())
+
+    def _replay_step(self, groups: Sequence[Group], step: int) -> None:
+        p, clock = self.parts, Stopwatch()
+        batch = self.make_batch(groups)
+        clock.lap("time/batch_s")
+        learned = p.learner.step(batch, version=step - 1)
+        clock.lap("time/train_s")
+        self.state.version = step
+        p.recorder.step(step, groups, {**learned, **clock.metrics()}, {})
+
+    def _or_stop(self, step: int, act: Callable[[int], None]) -> None:
+        """SIGTERM ends a run of any mode between two steps or while it waits for a batch, after a save."""
         try:
             if not self._is_stopping():
-                self.step(step)
+                act(step)
                 return
         except TakeInterrupted:
             pass  # the step has not begun: its groups are pending and will be issued again
@@ -238,8 +249,11 @@ def _sync_metrics(result: SyncResult) -> dict[str, Metric]:
     }
 
 
-class _on_sigterm:
-    """SIGTERM calls `handle` while the block runs (main thread only; elsewhere a no-op, as in a notebook)."""
+class on_sigterm:
+    """SIGTERM calls `handle` while the block runs (main thread only; elsewhere a no-op, as in a notebook).
+
+    Blocks nest: outside the driver's loops nothing is due, and the job's own handler raises Preempted at once.
+    """
 
     def __init__(self, handle: Callable[[int], None]):
         self._handle = handle

@@ -22,7 +22,7 @@ from rl_jax.backend import BackendError
 from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.cluster import InProcCluster
 from rl_jax.config import ConfigError, Parsed, resolved_python
-from rl_jax.driver import Driver, DriverState, Parts, Preempted, SyncFailed
+from rl_jax.driver import Driver, DriverState, Parts, Preempted, SyncFailed, on_sigterm
 from rl_jax.learner.learner import Learner, NonFiniteError
 from rl_jax.ledger import Ledger, LedgerError
 from rl_jax.mesh import MeshPlan, build_meshes
@@ -81,7 +81,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
     options = parsed.options
     renderer = ChatRenderer(resolve(parsed.settings.model.tokenizer, TOKENIZERS)())
     plan = MeshPlan.from_settings(parsed.settings.mesh, parsed.settings.model)
-    with contextlib.ExitStack() as stack:
+    with on_sigterm(_preempt), contextlib.ExitStack() as stack:
         if pool is not None:
             stack.callback(lambda: asyncio.run(pool.close()))
         devices = [] if options.dry_run else present_devices(plan)
@@ -106,10 +106,16 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         try:
             _run_mode(job, options.mode)
         except BaseException as error:
-            run_dir.status("failed", error=f"{type(error).__name__}: {error}")
+            state = "preempted" if isinstance(error, Preempted) else "failed"
+            run_dir.status(state, error=f"{type(error).__name__}: {error}")
             raise
         run_dir.status("done")
     return 0
+
+
+def _preempt(signum: int) -> None:
+    """Outside the driver's loops (before them, and in --mode=eval) there is nothing that a save would keep."""
+    raise Preempted(f"stopped by signal {signum} with nothing to save; start it again")
 
 
 def _prepare(pool: EnvPool) -> None:
@@ -147,7 +153,7 @@ def _run_mode(job: Job, mode: str) -> None:
     if mode == "train_only":
         parts = Parts(learner, None, None, None, None, algorithm, checkpointer, recorder, {})
         driver = Driver(parts, settings, state)
-        driver.replay(saved_batches(settings))
+        driver.replay(saved_batches(settings, after=state.version))
     else:
         driver = _live_driver(job, model, learner, algorithm, checkpointer, recorder, state, extra)
         if mode == "train":
@@ -283,11 +289,13 @@ def evaluation_tasks(settings: Settings, pool: EnvPool) -> dict[str, Sequence[Ta
     return found
 
 
-def saved_batches(settings: Settings) -> Iterator[tuple[int, list[Group]]]:
-    """(step, groups) of rollout.replay_dir, ascending, at most `steps` of them. Raises FileNotFoundError if none."""
+def saved_batches(settings: Settings, after: int) -> Iterator[tuple[int, list[Group]]]:
+    """(step, groups) of rollout.replay_dir, ascending, at most `steps` of them, without those up to step `after`, which
+    the weights have seen. Raises FileNotFoundError if the directory has none at all."""
     root = Path(settings.rollout.replay_dir) / "rollouts"
     for step in _saved_steps(settings)[: settings.steps]:
-        yield step, read_groups(root / f"step_{step}" / "train")
+        if step > after:
+            yield step, read_groups(root / f"step_{step}" / "train")
 
 
 def _saved_steps(settings: Settings) -> list[int]:

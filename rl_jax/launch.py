@@ -46,12 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPT
-    except Exception as error:
+    except BaseException as error:  # Preempted is no Exception, and is told here too
         code = importlib.import_module("rl_jax.job").exit_code(error)
-        if code is None:  # a bug of ours: the trace is the useful part
-            traceback.print_exc()
-            return 1
-        return _tell(error, code)
+        if code is not None:
+            return _tell(error, code)
+        if not isinstance(error, Exception):
+            raise
+        traceback.print_exc()  # a bug of ours: the trace is the useful part
+        return 1
     finally:
         progress.close()
 
@@ -65,7 +67,7 @@ def _set_backend(mesh: MeshSettings, model: ModelSettings) -> None:
     backend.enable_compile_cache()
 
 
-def _tell(error: Exception, code: int) -> int:
+def _tell(error: BaseException, code: int) -> int:
     """One line for each thing that is wrong; returns the code."""
     lines = error.errors if isinstance(error, config.ConfigError) else (str(error),)
     for line in lines:

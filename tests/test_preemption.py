@@ -1,0 +1,86 @@
+"""SIGTERM in every mode: what is due is saved, the exit code is 75, and the same command goes on."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from rl_jax import launch
+from rl_jax.recorder import Recorder
+from rl_jax.rollout.rollout import Rollout
+
+CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
+
+
+def run(directory, *words):
+    return launch.main([CONFIG, f"--run_dir={directory}", *words])
+
+
+def sigterm_at(monkeypatch, cls, name, value):
+    """SIGTERM arrives once, when `cls.name` is called with this first argument."""
+    whole, sent = getattr(cls, name), []
+
+    def signalled(self, first, *args, **kwargs):
+        if first == value and not sent:
+            sent.append(first)
+            signal.raise_signal(signal.SIGTERM)
+        return whole(self, first, *args, **kwargs)
+
+    monkeypatch.setattr(cls, name, signalled)
+
+
+def saved_steps(directory):
+    return sorted(p.name for p in (directory / "checkpoints").glob("step_*"))
+
+
+def state_of(directory):
+    return json.loads((directory / "STATUS.json").read_text())["state"]
+
+
+def losses(directory):
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return {
+        row["step"]: row["policy/loss"] for row in map(json.loads, lines) if "policy/loss" in row
+    }
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """Three steps' episodes, sampled and not trained."""
+    directory = tmp_path_factory.mktemp("sampled") / "run"
+    assert run(directory, "--mode=rollout_only") == 0
+    return directory
+
+
+@pytest.mark.parametrize("mode", ["train", "rollout_only"])
+def test_sigterm_while_a_batch_is_waited_for_saves_and_the_run_goes_on(
+    tmp_path, monkeypatch, capsys, mode
+):
+    sigterm_at(monkeypatch, Rollout, "want", 2)
+    assert run(tmp_path, f"--mode={mode}") == 75
+    assert "before step 2; saved" in capsys.readouterr().err
+    assert saved_steps(tmp_path)[-1] == "step_1" and state_of(tmp_path) == "preempted"
+    assert run(tmp_path, f"--mode={mode}") == 0
+    steps = sorted(p.name for p in (tmp_path / "rollouts").iterdir() if (p / "train").exists())
+    assert steps == ["step_1", "step_2", "step_3"] and state_of(tmp_path) == "done"
+
+
+def test_sigterm_in_a_replay_saves_and_the_rest_is_trained_after_it(tmp_path, monkeypatch, sampled):
+    words = ["--mode=train_only", f"--config.rollout.replay_dir={sampled}"]
+    assert run(tmp_path / "whole", *words) == 0
+    sigterm_at(monkeypatch, Recorder, "step", 1)
+    assert run(tmp_path / "cut", *words) == 75
+    assert saved_steps(tmp_path / "cut") == ["step_1"]
+    assert run(tmp_path / "cut", *words) == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert list(losses(tmp_path / "cut")) == [1, 2, 3]
+
+
+def test_sigterm_in_an_evaluation_ends_it_at_once(tmp_path, monkeypatch, capsys):
+    sigterm_at(monkeypatch, Rollout, "evaluate", "even")
+    assert run(tmp_path, "--mode=eval") == 75
+    assert "stopped by signal 15 with nothing to save; start it again" in capsys.readouterr().err
+    assert state_of(tmp_path) == "preempted"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert run(tmp_path, "--mode=eval") == 0
