@@ -33,7 +33,7 @@ class SyncFailed(RuntimeError):
 class Preempted(BaseException):
     """SIGTERM arrived, and what was due is saved: the run can be started again.
 
-    No Exception, as KeyboardInterrupt is none: where it is raised at once, whatever handles errors there must let it by.
+    No Exception, as KeyboardInterrupt is none: where it is raised at once, what handles errors there must let it by.
     """
 
 
@@ -107,8 +107,10 @@ class Driver:
         return self.state
 
     def replay(self, batches: Iterable[tuple[int, Sequence[Group]]]) -> DriverState:
-        """train_only: learner steps on saved groups, (step, groups) each; no servers, nothing sampled. Raises Preempted,
-        and what learner.step raises."""
+        """train_only: learner steps on saved groups, (step, groups) each; no servers, nothing sampled.
+
+        Raises Preempted, and what learner.step raises.
+        """
         with on_sigterm(self._ask_stop):
             for step, groups in batches:
                 self._or_stop(step, partial(self._replay_step, groups))

@@ -9,7 +9,8 @@ Must not: decide the order of a step (driver.py), or check a value that config.p
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,38 +24,44 @@ from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.cluster import InProcCluster
 from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.driver import Driver, DriverState, Parts, Preempted, SyncFailed, on_sigterm
+from rl_jax.learner.batch import BatchError
 from rl_jax.learner.learner import Learner, NonFiniteError
 from rl_jax.ledger import Ledger, LedgerError
 from rl_jax.mesh import MeshPlan, build_meshes
 from rl_jax.metrics import MetricsWriter, Progress
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
-from rl_jax.preflight import present_devices
+from rl_jax.preflight import Resolve, load_names, prepare_tasks, present_devices
 from rl_jax.recorder import Recorder
 from rl_jax.resume import RunDirError
 from rl_jax.rollout.buffer import SampleBuffer, SelectionEmpty, TakeTimeout
+from rl_jax.rollout.evaluation import EvaluationFailed
 from rl_jax.rollout.player import EnvBudgetExhausted, FleetExhausted
 from rl_jax.rollout.rollout import Rollout, RolloutStopped
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.scripted import ScriptError
-from rl_jax.rollout.tasks import TaskStream
-from rl_jax.rollout.traces import read_groups
+from rl_jax.rollout.tasks import TaskError, TaskStream
+from rl_jax.rollout.traces import TraceError, read_groups
 from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.run_dir import RunDir
 from rl_jax.settings import AlgorithmSettings, Settings
-from rl_jax.tokens import TOKENIZERS, ChatRenderer
+from rl_jax.tokens import ChatRenderer
 from rl_jax.types import Group, Task
 from rl_jax.warm_start import warm_start
-from rl_jax.weights.plan import SyncPlan
+from rl_jax.weights.plan import SyncPlan, SyncPlanError
 from rl_jax.weights.sync import WeightSync
 
-Resolve = Callable[[str, Mapping[str, Any]], Any]  # (name, literal table) -> the object
+LOG = logging.getLogger(__name__)
 
 EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (ConfigError, 2),
     (BackendError, 2),
     (RunDirError, 2),
+    (SyncPlanError, 2),
     (CheckpointError, 3),
+    (TaskError, 3),
+    (TraceError, 3),
+    (BatchError, 3),
     (FileNotFoundError, 3),
     (EnvError, 4),
     (EnvBudgetExhausted, 4),
@@ -63,6 +70,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (FleetExhausted, 5),
     (TakeTimeout, 5),
     (RolloutStopped, 5),
+    (EvaluationFailed, 5),
     (NonFiniteError, 6),
     (SelectionEmpty, 6),
     (LedgerError, 7),
@@ -78,20 +86,22 @@ def exit_code(error: BaseException) -> int | None:
 
 def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resolve) -> int:
     """Run one job to its end; returns 0. pool: spawned, or None where the mode needs no environment."""
-    options = parsed.options
-    renderer = ChatRenderer(resolve(parsed.settings.model.tokenizer, TOKENIZERS)())
-    plan = MeshPlan.from_settings(parsed.settings.mesh, parsed.settings.model)
+    options, settings = parsed.options, parsed.settings
+    plan = MeshPlan.from_settings(settings.mesh, settings.model)
     with on_sigterm(_preempt), contextlib.ExitStack() as stack:
         if pool is not None:
             stack.callback(lambda: asyncio.run(pool.close()))
         devices = [] if options.dry_run else present_devices(plan)
+        renderer = load_names(settings, plan, resolve)
         if pool is not None:
             with progress.phase("environments", "importing them in their worker processes"):
-                _prepare(pool)
+                prepare_tasks(settings, pool, options.mode)
+        else:
+            _saved_steps(settings)
         if options.dry_run:
             return report.dry_run(parsed, plan, renderer, pool, resolve)
-        files = {"config.resolved.py": resolved_python(parsed.settings)}
-        run_dir = RunDir.open(options.run_dir, parsed.settings, options.resume, files)
+        files = {"config.resolved.py": resolved_python(settings)}
+        run_dir = RunDir.open(options.run_dir, settings, options.resume, files)
         stack.callback(run_dir.close)
         if pool is not None:
             pool.log_dir = run_dir.logs
@@ -100,7 +110,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         progress.note(f"run directory {run_dir.path}")
         progress.note(plan.describe())
         job = Job(
-            replace(parsed.settings, run_id=run_dir.run_id),
+            replace(settings, run_id=run_dir.run_id),
             plan, run_dir, progress, renderer, pool, resolve, stack,
         )  # fmt: skip
         try:
@@ -108,22 +118,27 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         except BaseException as error:
             state = "preempted" if isinstance(error, Preempted) else "failed"
             run_dir.status(state, error=f"{type(error).__name__}: {error}")
+            LOG.info("the run ended by", exc_info=True)  # where it came from, for driver.log only
+            _raise_if_out_of_memory(error)
             raise
         run_dir.status("done")
     return 0
 
 
+def _raise_if_out_of_memory(error: BaseException) -> None:
+    """XLA tells a config that does not fit as it tells a bug of its own."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        raise ConfigError(
+            [
+                f"the devices' memory is too small: {str(error).splitlines()[0]}; --dry_run shows what each pool"
+                " holds: use more devices, or less of engine.slots, engine.context and learner.microbatch_rows"
+            ]
+        ) from error
+
+
 def _preempt(signum: int) -> None:
     """Outside the driver's loops (before them, and in --mode=eval) there is nothing that a save would keep."""
     raise Preempted(f"stopped by signal {signum} with nothing to save; start it again")
-
-
-def _prepare(pool: EnvPool) -> None:
-    """An environment that cannot even list its tasks is a wrong config, not a budget that ran out."""
-    try:
-        pool.prepare()
-    except EnvError as error:
-        raise ConfigError([str(error)]) from None
 
 
 @dataclass
@@ -178,7 +193,8 @@ def make_learner(job: Job, model: Model, algorithm: Any, **changes: Any) -> Lear
     """The learner of the plan's train mesh, without weights. changes: of LearnerSettings."""
     settings = job.settings
     assert job.plan.train is not None, "config.parse refuses a plan without a train mesh"
-    total_steps = changes.pop("total_steps", settings.steps)
+    # At 0 steps nothing reads the schedule, nor the temperature where greedy sampling is legal (--mode=eval).
+    total_steps = changes.pop("total_steps", settings.steps or settings.learner.warmup_steps + 1)
     max_rows = changes.pop("max_rows", settings.rollout.batch_groups * settings.rollout.group_size)
     return Learner(
         model,
@@ -187,7 +203,7 @@ def make_learner(job: Job, model: Model, algorithm: Any, **changes: Any) -> Lear
         algorithm,
         replace(settings.learner, **changes),
         max_rows=max_rows,
-        temperature=settings.rollout.temperature,
+        temperature=settings.rollout.temperature or 1.0,
         total_steps=total_steps,
         dump_dir=job.run_dir.path / "quarantine",
     )

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,16 @@ def _tell(error: BaseException, code: int) -> int:
 
 
 def resolve(name: str, table: Mapping[str, Any]) -> Any:
-    """The object behind a name of a literal table, or behind "package.module:attribute"."""
+    """The object behind a name of a literal table, or behind "package.module:attribute". Raises ConfigError."""
     entry = table.get(name, name)
     path = entry[0] if isinstance(entry, tuple) else entry
     module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    try:
+        return attrgetter(attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise config.ConfigError(
+            [f"{name} cannot be loaded: {type(error).__name__}: {error}"]
+        ) from error
 
 
 def leave(code: int) -> None:

@@ -315,9 +315,24 @@ def _batch(s: Settings) -> Iterator[str]:
 
 
 def _schedule(s: Settings) -> Iterator[str]:
-    if s.learner.warmup_steps > s.steps > 0:
-        yield f"learner.warmup_steps={s.learner.warmup_steps} is beyond steps={s.steps}; the full rate is never reached"
-    if s.warm_start.steps and not any(source.script_episodes for source in s.tasks.sources):
+    falls, warmup = s.learner.schedule != "constant", s.learner.warmup_steps
+    if warmup > s.steps > 0:
+        yield f"learner.warmup_steps={warmup} is beyond steps={s.steps}; the full rate is never reached"
+    elif falls and warmup == s.steps > 0:
+        yield (
+            f"learner.warmup_steps={warmup} leaves nothing of steps={s.steps} for learner.schedule="
+            f"{s.learner.schedule}; lower it, or use constant"
+        )
+    num_scripted, size = (
+        sum(t.script_episodes for t in s.tasks.sources),
+        s.warm_start.batch_episodes,
+    )
+    if s.warm_start.steps and 0 < num_scripted < size:
+        yield (
+            f"warm_start.batch_episodes={size} is more than the {num_scripted} scripted episodes of all task sources;"
+            f" use at most {num_scripted}, or raise tasks.sources[..].script_episodes"
+        )
+    if s.warm_start.steps and not num_scripted:
         yield (
             f"warm_start.steps={s.warm_start.steps} needs scripted episodes, but script_episodes of every task source"
             " is 0; give some, or set it to 0"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rl_jax.learner.batch import pack, with_advantages
 from rl_jax.metrics import Metric
+from rl_jax.rollout.scripted import ScriptError
 from rl_jax.settings import AlgorithmSettings, WarmStartSettings
 from rl_jax.types import Group
 
@@ -24,11 +25,11 @@ def warm_start(
 ) -> float:
     """Run `settings.steps` supervised steps over shuffled passes of `groups` (one trajectory each); the last loss.
 
-    Raises ValueError if there are fewer scripted episodes than one batch holds.
+    Raises ScriptError if there are fewer scripted episodes than one batch holds.
     """
     size = settings.batch_episodes
     if len(groups) < size:
-        raise ValueError(
+        raise ScriptError(
             f"warm_start.batch_episodes={size} but only {len(groups)} scripted episodes were made;"
             " lower it or raise tasks.sources[..].script_episodes"
         )

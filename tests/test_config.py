@@ -184,6 +184,28 @@ def test_unknown_key_answers_in_a_second_without_jax():
     assert children_cpu_s() - before < 1.5
 
 
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (
+            ["--config.warm_start.steps=5", "--config.warm_start.batch_episodes=1025"],
+            "warm_start.batch_episodes=1025 is more than the 1024 scripted episodes of all task sources",
+        ),
+        (
+            [
+                "--config.learner.schedule=cosine",
+                "--config.learner.warmup_steps=7",
+                "--config.steps=7",
+            ],
+            "learner.warmup_steps=7 leaves nothing of steps=7 for learner.schedule=cosine",
+        ),
+    ],
+)
+def test_words_that_cannot_work_together_are_one_line(two_tasks, words, line):
+    errors = errors_of(two_tasks, *words)
+    assert len(errors) == 1 and errors[0].startswith(line), errors
+
+
 # --- what is accepted ----------------------------------------------------------------------------------------------
 
 

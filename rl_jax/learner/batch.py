@@ -29,6 +29,10 @@ from rl_jax.settings import AlgorithmSettings, LearnerSettings
 from rl_jax.types import Group, Trajectory
 
 
+class BatchError(ValueError):
+    """Trajectories that this learner cannot train; where they were saved by another run, its settings differ."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """B rows of T positions holding S trajectories. Arrays [B, T] are 0 (False) on padding unless said otherwise."""
@@ -88,7 +92,7 @@ def pack(groups: Sequence[Group], settings: LearnerSettings) -> Batch:
     Failed and cancelled trajectories and those without a trained token take no row. Advantages and loss_weights are 0
     until with_advantages.
 
-    Raises: ValueError naming the trajectory if it is longer than a row, trains its first token (no logits precede it),
+    Raises: BatchError naming the trajectory if it is longer than a row, trains its first token (no logits precede it),
             has a behaviour log-prob that is not finite, or is there twice.
     """
     members = [trajectory for group in groups for trajectory in group.trajectories]
@@ -214,23 +218,23 @@ def _check(trajectory: Trajectory, row_tokens: int, seen: set[str]) -> None:
     """`seen` holds the uids checked so far; this one is added."""
     uid, length = trajectory.uid, len(trajectory.tokens)
     if length > row_tokens:
-        raise ValueError(
+        raise BatchError(
             f"trajectory {uid} has {length} tokens, more than learner.row_tokens={row_tokens}; "
             f"raise learner.row_tokens to at least {length} or lower engine.context to {row_tokens}"
         )
     if trajectory.loss_mask[0]:
-        raise ValueError(
+        raise BatchError(
             f"trajectory {uid} trains its first token, which no logits precede; "
             "a context starts with a prompt of at least one token"
         )
     if uid in seen:
-        raise ValueError(
+        raise BatchError(
             f"trajectory {uid} is twice in the batch; each sampled token is trained at most once"
         )
     seen.add(uid)
     bad = np.flatnonzero(trajectory.loss_mask & ~np.isfinite(trajectory.logprobs))
     if len(bad):
-        raise ValueError(
+        raise BatchError(
             f"trajectory {uid}: behaviour log-prob {trajectory.logprobs[bad[0]]} at token {bad[0]} is not finite; "
             "the server that sampled it must fail such a turn"
         )

@@ -11,7 +11,7 @@ from math import ceil
 
 import numpy as np
 
-from rl_jax.learner.batch import Batch
+from rl_jax.learner.batch import Batch, BatchError
 
 Arrays = dict[str, np.ndarray]
 
@@ -32,17 +32,17 @@ def microbatches(
              target_tokens, target_mask, target_segments, target_turns, behaviour_logprobs, advantages, loss_weights,
              lag (version minus the token's), context_mixed and each extra;
              i32[M] num_chunks that hold a trained token, and i32[] num_microbatches that hold a row.
-    Raises:  ValueError if the batch has more rows than the capacity, or a token is newer than its consumer.
+    Raises:  BatchError if the batch has more rows than the capacity, or a token is newer than its consumer.
     """
     num_rows = capacity * microbatch_rows
     if batch.num_rows > num_rows:
-        raise ValueError(
+        raise BatchError(
             f"the batch has {batch.num_rows} rows of {batch.row_tokens} tokens, the learner was built for "
             f"max_rows={num_rows}; raise max_rows (at worst one trajectory a row)"
         )
     newest = int(batch.versions.max(initial=-1))
     if newest > version:
-        raise ValueError(
+        raise BatchError(
             f"a token of version {newest} is in a batch that version {version} consumes; "
             "a token cannot be newer than the policy it trains"
         )

@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+from operator import attrgetter
 from typing import Any, BinaryIO
 
 from rl_jax.rewards.check import checked
@@ -157,7 +158,7 @@ class Worker:
 def resolve(target: str) -> Any:
     """The object that "package.module:attribute" names."""
     module, _, attribute = target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return attrgetter(attribute)(importlib.import_module(module))
 
 
 def error_line(error: BaseException) -> str:

@@ -26,6 +26,10 @@ LOG = logging.getLogger(__name__)
 EVAL_EPOCH = -1
 
 
+class EvaluationFailed(RuntimeError):
+    """Not one episode of an evaluation got a score."""
+
+
 @dataclass(frozen=True)
 class EvalResult:
     """What one evaluation found."""
@@ -77,7 +81,7 @@ class Evaluation:
     async def run(
         self, name: str, tasks: Sequence[Task], sampling: EvalSettings, version: int
     ) -> EvalResult:
-        """Raises RuntimeError if no task at all got a score within sampling.timeout_s, ValueError without tasks."""
+        """Raises EvaluationFailed if no task at all got a score within sampling.timeout_s, ValueError without tasks."""
         if not tasks:
             raise ValueError(f"evaluation {name} has no tasks")
         start_s = time.monotonic()
@@ -116,7 +120,7 @@ class Evaluation:
                 sampling.timeout_s,
             )
         if not scored:
-            raise RuntimeError(
+            raise EvaluationFailed(
                 f"evaluation {name}: none of {len(tasks)} episodes got a score within"
                 f" eval.timeout_s={sampling.timeout_s:g} ({num_late} were not done); see the ledger for reasons"
             )

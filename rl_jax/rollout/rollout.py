@@ -28,11 +28,12 @@ from rl_jax.ledger import Ledger
 from rl_jax.rollout.buffer import SampleBuffer
 from rl_jax.rollout.dispatcher import Dispatcher
 from rl_jax.rollout.episode import EpisodeRules, EpisodeTools
-from rl_jax.rollout.evaluation import EvalResult, Evaluation
+from rl_jax.rollout.evaluation import EvalResult, Evaluation, EvaluationFailed
 from rl_jax.rollout.player import Player
 from rl_jax.rollout.reward_service import RewardService
-from rl_jax.rollout.scripted import ScriptPlan, scripted_trajectories
+from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_trajectories
 from rl_jax.rollout.slots import Slots
+from rl_jax.rollout.worker import EnvError
 from rl_jax.settings import EvalSettings, RewardSettings, RolloutSettings
 from rl_jax.types import Dropped, Group, Sampler, SchedulerPolicy, Task, Tick
 
@@ -164,10 +165,10 @@ class Rollout:
         self._call(self._check(), SLACK_S)
 
     def evaluate(self, name: str, tasks: Sequence[Task], sampling: EvalSettings) -> EvalResult:
-        """Play `tasks` with the version published last; blocks. Raises RuntimeError if nothing could be scored."""
+        """Play `tasks` with the version published last; blocks. Raises EvaluationFailed if nothing could be scored."""
         try:
             return self._call(self._evaluate(name, tasks, sampling), sampling.timeout_s + SLACK_S)
-        except RuntimeError as error:
+        except (EvaluationFailed, RolloutStopped) as error:
             raise self.failed or error from None  # the cause, not that nothing could be scored
 
     def scripted(
@@ -176,7 +177,8 @@ class Rollout:
         """Scripted episodes for the warm start; blocks. Raises ScriptError."""
         plan = ScriptPlan(num, skill, self.seed)
         scripts = scripted_trajectories(self.pool, tasks, self.renderer, self.rules, plan)
-        return self._call(_within(timeout_s, scripts), timeout_s + SLACK_S)
+        late = ScriptError(f"{num} scripted episodes were not played within {timeout_s:g} s")
+        return self._call(_within(timeout_s, scripts, late), timeout_s + SLACK_S)
 
     def issue_again(self, issued: Sequence[Any]) -> None:
         """After a resume, before want(): tasks that were pending, as tasks.IssuedTask; they come first."""
@@ -291,8 +293,9 @@ class Rollout:
         self._loop.run_forever()
 
     async def _begin(self) -> None:
-        async with asyncio.timeout(self.settings.start_timeout_s + SLACK_S / 2):
-            await self.pool.start()
+        limit_s = self.settings.start_timeout_s + SLACK_S / 2
+        late = EnvError("env_import", f"the environments did not start within {limit_s:g} s")
+        await _within(limit_s, self.pool.start(), late)
         self._dispatcher.version = self.sampler.version()
         self._ticker = asyncio.create_task(self._tick())
 
@@ -368,6 +371,13 @@ async def _result(call: Callable[[], Any]) -> Any:
     return call()
 
 
-async def _within(timeout_s: float, coroutine: Coroutine) -> Any:
-    async with asyncio.timeout(timeout_s):
-        return await coroutine
+async def _within(timeout_s: float, coroutine: Coroutine, late: Exception) -> Any:
+    """Raises `late` after timeout_s: a bare TimeoutError would say nothing, and is an OSError."""
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return await coroutine
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise late from None

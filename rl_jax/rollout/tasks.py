@@ -23,6 +23,10 @@ import numpy as np
 from rl_jax.types import Task
 
 
+class TaskError(ValueError):
+    """The tasks are not those that were expected: none at all, or others than those of the run to go on with."""
+
+
 class IssuedTask(NamedTuple):
     task: Task
     epoch: int  # of the task's tag, from 0
@@ -35,13 +39,11 @@ class TaskStream:
     def __init__(self, sources: Mapping[str, Sequence[Task]], seed: int, shuffle: bool = True):
         """sources: tag -> its tasks, in a fixed order.
 
-        Raises: ValueError if there is no source or one without tasks.
+        Raises: TaskError if there is no source or one without tasks.
         """
         empty = [tag for tag, tasks in sources.items() if not len(tasks)]
         if empty or not sources:
-            raise ValueError(
-                f"no tasks to train on: {', '.join(empty) or 'tasks.sources is empty'}"
-            )
+            raise TaskError(f"no tasks to train on: {', '.join(empty) or 'tasks.sources is empty'}")
         self._sources = dict(sources)
         self._seed, self._shuffle = seed, shuffle
         self._offsets: dict[str, int] = {}
@@ -103,24 +105,24 @@ class TaskStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where state() was taken.
 
-        Raises: ValueError if seed, order of the tags or any task list is not that of the state: the same indices would
+        Raises: TaskError if seed, order of the tags or any task list is not that of the state: the same indices would
         name other tasks.
         """
         now = self.state()
         for key in ("seed", "shuffle"):
             if now[key] != state[key]:
-                raise ValueError(
+                raise TaskError(
                     f"the task stream was saved with {key}={state[key]}, not {now[key]}; restore it"
                 )
         tags, saved_tags = ([entry["tag"] for entry in s["tags"]] for s in (now, state))
         if tags != saved_tags:
-            raise ValueError(
+            raise TaskError(
                 f"the task stream was saved with tags {', '.join(saved_tags)} in that order, not {', '.join(tags)}; "
                 "restore tasks.sources or start a new run"
             )
         for entry, saved in zip(now["tags"], state["tags"]):
             if (entry["size"], entry["digest"]) != (saved["size"], saved["digest"]):
-                raise ValueError(
+                raise TaskError(
                     f"the {entry['size']} tasks of tag {entry['tag']!r} are not the {saved['size']} that the task "
                     "stream was saved with; restore its source's config or start a new run"
                 )

@@ -45,6 +45,10 @@ _PLAIN = ("uid", "attempt", "group", "task_id", "epoch", "index", "sample", "tag
 _PLAIN += ("start_version", "agent", "parent")
 
 
+class TraceError(ValueError):
+    """A file of saved trajectories that cannot be read back."""
+
+
 def trajectory_sha256(trajectory: Trajectory) -> str:
     """Over the little-endian bytes of tokens, loss_mask u8, logprobs, versions, reward f64 (NaN = unscored)."""
     value = trajectory.reward.value
@@ -91,15 +95,24 @@ def write_traces(
 
 
 def read_traces(directory: str | Path) -> list[Trajectory]:
-    """In the order written. Raises FileNotFoundError if the directory is not complete."""
+    """In the order written. Raises FileNotFoundError if the directory is not complete, TraceError if a line is not."""
     directory = Path(directory)
     if not (directory / INDEX).exists():
         raise FileNotFoundError(
             f"{directory} holds no complete traces ({INDEX} is missing); a run writes them to"
             " rollouts/step_N/train where metrics.rollouts_every is above 0"
         )
+    trajectories = []
     with open(directory / TRACES, "rb") as file:
-        return [decode_trajectory(line) for line in file]
+        for number, line in enumerate(file, 1):
+            try:
+                trajectories.append(decode_trajectory(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise TraceError(
+                    f"{directory / TRACES}:{number} is no trajectory ({type(error).__name__}: {error}); the file is"
+                    " damaged, or of another version of rl_jax"
+                ) from error
+    return trajectories
 
 
 def read_groups(directory: str | Path) -> list[Group]:

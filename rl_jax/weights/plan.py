@@ -21,6 +21,10 @@ from rl_jax.settings import WeightSettings
 Axes = Mapping[str, tuple[str | None, ...]]
 
 
+class SyncPlanError(ValueError):
+    """A model, a mesh and servers between which weights cannot move."""
+
+
 @dataclass(frozen=True)
 class Parameter:
     name: str
@@ -72,10 +76,10 @@ class SyncPlan:
         settings: WeightSettings,
     ) -> "SyncPlan":
         """Args: abstract, logical_axes: of the trained model. targets: SyncTargets (name, mesh, param_shardings).
-        dtype: of served floating weights. Raises: ValueError listing everything that is wrong."""
+        dtype: of served floating weights. Raises: SyncPlanError listing everything that is wrong."""
         errors = _errors(abstract, logical_axes, train_mesh, train_shardings, targets, settings)
         if errors:
-            raise ValueError("weight sync cannot be planned:\n" + "\n".join(errors))
+            raise SyncPlanError("weight sync cannot be planned:\n" + "\n".join(errors))
         parameters = {
             name: Parameter(
                 name,

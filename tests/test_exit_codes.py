@@ -1,0 +1,143 @@
+"""What a config, a plugin, an environment or saved data gets wrong is one line and an exit code, not a trace."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from rl_jax import job, launch
+from rl_jax.config import ConfigError, parse
+from rl_jax.learner.batch import BatchError
+from rl_jax.learner.learner import Learner
+from rl_jax.preflight import prepare_tasks
+from rl_jax.rollout.evaluation import EvaluationFailed
+from rl_jax.rollout.scripted import ScriptError
+from rl_jax.rollout.tasks import TaskError, TaskStream
+from rl_jax.rollout.traces import TraceError, read_traces
+from rl_jax.settings import WarmStartSettings
+from rl_jax.testing.envs import EvenEnv
+from rl_jax.warm_start import warm_start
+from rl_jax.weights.plan import SyncPlanError
+
+CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
+
+
+def told(capsys, directory, *words):
+    """(exit code, the lines of stderr that are errors); fails on a trace."""
+    code = launch.main([CONFIG, f"--run_dir={directory}", *words])
+    err = capsys.readouterr().err
+    assert "Traceback" not in err, err
+    return code, [line for line in err.splitlines() if line.startswith("error: ")]
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """One step's episodes on disk."""
+    directory = tmp_path_factory.mktemp("sampled") / "run"
+    words = ["--mode=rollout_only", "--config.steps=1"]
+    assert launch.main([CONFIG, f"--run_dir={directory}", *words]) == 0
+    return directory
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["--config.warm_start.steps=1"], "script_episodes=512, but environment rl_jax.testing.envs:EvenEnv has no"),
+        (["--config.algorithm.name=json:Grpo"], "json:Grpo cannot be loaded: AttributeError: module 'json' has no"),
+        (["--config.model.family=rl_jax.no_such:Model"], "rl_jax.no_such:Model cannot be loaded: ModuleNotFoundError"),
+        (["--config.model.vocab_size=100"], "model.vocab_size=100 is below the 264 tokens of model.tokenizer=byte"),
+    ],
+)  # fmt: skip
+def test_what_the_preflight_finds_is_one_line_and_no_directory(tmp_path, capsys, words, line):
+    code, lines = told(capsys, tmp_path / "r", *words)
+    assert code == 2 and len(lines) == 1 and line in lines[0], lines
+    assert not (tmp_path / "r").exists()
+
+
+def test_environment_must_offer_what_the_mode_needs():
+    pool = SimpleNamespace(prepare=lambda: None, splits=lambda tag: ("eval",))
+    with pytest.raises(ConfigError, match="has no split train, only eval"):
+        prepare_tasks(parse([CONFIG]).settings, pool, "train")
+    pool.splits = lambda tag: ("train",)
+    prepare_tasks(parse([CONFIG]).settings, pool, "train")
+    with pytest.raises(ConfigError, match="--mode=eval: no environment has a split beside train"):
+        prepare_tasks(parse([CONFIG]).settings, pool, "eval")
+
+
+def test_evaluation_that_scores_nothing(tmp_path, capsys):
+    code, lines = told(capsys, tmp_path, "--mode=eval", "--config.eval.timeout_s=0.001")
+    assert code == 5 and len(lines) == 1 and "none of 2 episodes got a score" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--mode=eval", "--config.rollout.temperature=0"],
+        ["--config.steps=0", "--config.learner.schedule=cosine", "--config.learner.warmup_steps=2"],
+    ],
+)
+def test_settings_that_only_training_reads_do_not_stop_what_does_not_train(tmp_path, capsys, words):
+    assert told(capsys, tmp_path, *words) == (0, [])
+
+
+def test_memory_that_is_too_small(tmp_path, capsys, monkeypatch):
+    def init(self, key):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nat x"
+        )
+
+    monkeypatch.setattr(Learner, "init", init)
+    code, lines = told(capsys, tmp_path)
+    assert code == 2 and len(lines) == 1
+    assert "memory is too small: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.;" in lines[0]
+    assert "in init" in (tmp_path / "logs" / "latest" / "driver.log").read_text()  # the trace
+
+
+def test_saved_episodes_that_do_not_fit_or_are_damaged(tmp_path, capsys, sampled):
+    words = ["--mode=train_only", f"--config.rollout.replay_dir={sampled}"]
+    small = ["--config.engine.context=16", "--config.learner.row_tokens=16"]
+    code, lines = told(capsys, tmp_path / "small", *words, *small)
+    assert code == 3 and len(lines) == 1 and "more than learner.row_tokens=16" in lines[0]
+    shutil.copytree(sampled, tmp_path / "copy")
+    traces = tmp_path / "copy" / "rollouts" / "step_1" / "train" / "traces.jsonl"
+    traces.write_bytes(traces.read_bytes()[:-100])
+    words = ["--mode=train_only", f"--config.rollout.replay_dir={tmp_path / 'copy'}"]
+    code, lines = told(capsys, tmp_path / "cut", *words)
+    assert code == 3 and len(lines) == 1 and "traces.jsonl:4 is no trajectory" in lines[0]
+    with pytest.raises(TraceError):
+        read_traces(traces.parent)
+    shutil.rmtree(traces.parent)
+    code, lines = told(capsys, tmp_path / "none", *words)
+    assert code == 3 and "has no rollouts/step_N/train" in lines[0]
+    assert not (tmp_path / "none").exists()
+
+
+def test_tasks_that_are_not_those_of_the_run():
+    def stream(num):
+        return TaskStream({"even": EvenEnv.tasks({"num_tasks": num}, "train")}, 0)
+
+    with pytest.raises(TaskError, match="the 3 tasks of tag 'even' are not the 4"):
+        stream(3).restore(stream(4).state())
+    with pytest.raises(TaskError, match="no tasks to train on"):
+        TaskStream({"even": []}, 0)
+
+
+def test_too_few_scripted_episodes_are_a_script_error():
+    with pytest.raises(ScriptError, match="batch_episodes=3 but only 0 scripted episodes"):
+        warm_start(None, [], WarmStartSettings(steps=1, batch_episodes=3), 0, lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "kind, code",
+    [(SyncPlanError, 2), (BatchError, 3), (TaskError, 3), (TraceError, 3), (ScriptError, 4), (EvaluationFailed, 5)],
+)  # fmt: skip
+def test_typed_errors_have_a_code(kind, code):
+    assert job.exit_code(kind("x")) == code
+
+
+def test_error_of_ours_keeps_its_trace(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Learner, "init", lambda self, key: {}["a bug"])
+    assert launch.main([CONFIG, f"--run_dir={tmp_path}"]) == 1
+    assert "Traceback" in capsys.readouterr().err
