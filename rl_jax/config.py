@@ -5,8 +5,9 @@ stored. Beside it: schema.py (types), overrides.py (`--config.a.b=value`), valid
 Life of a config: 1 `default_config()` takes every default from the dataclasses of settings.py. 2 The config file's
 `get_config(arg)` changes some; FieldReferences let one value follow another. 3 `--mesh` replaces its mesh. 4 Overrides
 are set in the order given, wherever they stand on the command line, so that references follow them. 5 The tree is
-resolved and built into the frozen `Settings`. 6 validate.py looks at all values together.
-Errors of all six steps are collected and raised once, as ConfigError with one line each.
+resolved and built into the frozen `Settings`. 6 validate.py looks at all values together. 7 A 0 that stands for a value
+of another section is replaced by it.
+Errors of all steps are collected and raised once, as ConfigError with one line each.
 Must not: import jax, touch the disk beyond reading config files, or let a word of the command line go unused.
 """
 
@@ -16,7 +17,7 @@ import inspect
 import json
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,15 @@ def parse(argv: Sequence[str]) -> Parsed:
     errors += [e for e in check(settings, options.mode) if e.split("=")[0] not in told]
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return Parsed(settings, options)
+    return Parsed(_filled(settings), options)
+
+
+def _filled(settings: Settings) -> Settings:
+    """A 0 that stands for a value of another section becomes that value, here only: a part sees its own section."""
+    algorithm = settings.algorithm
+    if algorithm.aggregation == "seq-mean-token-sum-norm" and not algorithm.max_response_tokens:
+        algorithm = replace(algorithm, max_response_tokens=settings.engine.context)
+    return replace(settings, algorithm=algorithm)
 
 
 def default_config() -> ConfigDict:

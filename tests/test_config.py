@@ -275,6 +275,20 @@ def test_references_follow_an_override(tmp_path):
     assert parse([file, "--config.eval.every=3", "--config.steps=40"]).settings.eval.every == 3
 
 
+def test_zero_that_stands_for_the_context_is_filled_where_it_is_read(tmp_path):
+    norm = "--config.algorithm.aggregation=seq-mean-token-sum-norm"
+    settings = parse(["--mesh=one_device", norm, "--config.engine.context=200"]).settings
+    assert settings.algorithm.max_response_tokens == 200
+    given = parse([norm, "--config.algorithm.max_response_tokens=64"]).settings
+    assert given.algorithm.max_response_tokens == 64
+    assert (
+        parse(["--config.algorithm.aggregation=token-mean"]).settings.algorithm.max_response_tokens
+        == 0
+    )
+    (tmp_path / "config.json").write_text(resolved_json(replace(settings, run_id="r")))
+    assert parse([f"--run_dir={tmp_path}"]).settings.algorithm == settings.algorithm
+
+
 def test_partial_config_takes_the_defaults(tmp_path):
     file = config_file(
         tmp_path, "def get_config():\n    return ConfigDict({'steps': 3, 'engine': {'slots': 4}})"

@@ -223,6 +223,20 @@ def test_asynchronous_training_holds_its_staleness_bound(tmp_path):
     assert "mismatch/abs_mean_lag1_pure" in rows(directory)[-1]
 
 
+def test_sum_norm_aggregation_divides_by_the_context_unless_told_otherwise(one_device, tmp_path):
+    words = ["--mode=train_only", f"--config.rollout.replay_dir={one_device}", "--config.steps=1"]
+    words += ["--config.algorithm.name=sft"]  # its loss is never 0
+    norm = "--config.algorithm.aggregation=seq-mean-token-sum-norm"
+    default, told = (
+        rows(run_job(tmp_path / name, *words, norm, *more))[0]["policy/loss"]
+        for name, more in {
+            "default": (),
+            "told": ("--config.algorithm.max_response_tokens=128",),
+        }.items()
+    )
+    assert default == told > 0
+
+
 def test_rollout_only_saves_episodes_and_trains_nothing(tmp_path):
     directory = run_job(tmp_path / "a", "--mode=rollout_only", "--config.steps=2")
     summary = json.loads((directory / "summary.json").read_text())
