@@ -149,20 +149,26 @@ class Driver:
         """New weights to every server; a sync that ends ABORTED is retried `weights.retries` times."""
         p, cfg = self.parts, self.settings
         result: Any = None
-        for _ in range(1 + cfg.weights.retries):
+        tries = 0
+        while tries <= cfg.weights.retries:
+            tries += 1
             result = p.sync.publish(p.learner.params, version)
             if result.state in ("PUBLISHED", "PARTIAL"):
                 self.state.version = version
                 p.rollout.published(version)
                 return result
             p.recorder.event(
-                "sync", state=result.state, version=version, fenced=list(result.fenced)
+                "sync",
+                state=result.state,
+                version=version,
+                fenced=list(result.fenced),
+                detail=result.detail,
             )
             if result.state == "FAILED":
                 break
         raise SyncFailed(
-            f"weights of version {version} ended {result.state} after {cfg.weights.retries} retries;"
-            f" fenced servers: {', '.join(result.fenced) or 'none'}; see events.jsonl"
+            f"weights of version {version} ended {result.state} after {tries} of {1 + cfg.weights.retries} tries:"
+            f" {result.detail}; fenced servers: {', '.join(result.fenced) or 'none'}"
         )
 
     def evaluate(self, when: str) -> None:

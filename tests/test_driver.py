@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from rl_jax import launch
 from rl_jax.algorithms.grpo import Grpo
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.config import parse
+from rl_jax.driver import Driver, DriverState, SyncFailed
 from rl_jax.engine.chunks import Piece
 from rl_jax.engine.chunks import pack as pack_chunk
 from rl_jax.engine.engine import JaxEngine
@@ -21,9 +23,10 @@ from rl_jax.models.decoder import build_model
 from rl_jax.rollout.episode import env_seed, sample_seed
 from rl_jax.rollout.tasks import TaskStream
 from rl_jax.rollout.traces import read_groups
+from rl_jax.settings import Settings, WeightSettings
 from rl_jax.testing.envs import EvenEnv
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
-from rl_jax.types import Group, Outcome, Reward, SlotSampling, Trajectory
+from rl_jax.types import Group, Outcome, Reward, SlotSampling, SyncResult, Trajectory
 
 CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
 STEPS = 3
@@ -235,6 +238,27 @@ def test_sum_norm_aggregation_divides_by_the_context_unless_told_otherwise(one_d
         }.items()
     )
     assert default == told > 0
+
+
+@pytest.mark.parametrize("state, tries", [("ABORTED", 3), ("FAILED", 1)])
+def test_sync_that_fails_says_what_failed_on_which_server(state, tries):
+    detail = "decode.0: digest differs for parameter embed; decode.1: OSError: gone"
+    events, asked = [], []
+
+    def publish(params, version):
+        asked.append(version)
+        return SyncResult(state, 0, (), ("decode.1",), 0, 0.0, 0.0, detail)
+
+    parts = SimpleNamespace(
+        sync=SimpleNamespace(publish=publish),
+        learner=SimpleNamespace(params={}),
+        recorder=SimpleNamespace(event=lambda kind, **fields: events.append(fields)),
+    )
+    settings = Settings(weights=WeightSettings(retries=2))
+    with pytest.raises(SyncFailed) as failed:
+        Driver(parts, settings, DriverState()).publish(1)
+    assert len(asked) == tries and [event["detail"] for event in events] == [detail] * tries
+    assert f"version 1 ended {state} after {tries} of 3 tries: {detail}" in str(failed.value)
 
 
 def test_rollout_only_saves_episodes_and_trains_nothing(tmp_path):
