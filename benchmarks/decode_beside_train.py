@@ -14,7 +14,7 @@ from statistics import median
 
 from rl_jax import backend
 from rl_jax.config import parse
-from rl_jax.mesh import MeshPlan
+from rl_jax.mesh import MeshPlan, build_meshes
 
 PREDICTIONS = {
     "decode block alone": 3.0,
@@ -32,6 +32,7 @@ def main() -> None:
     settings = parse(["--config=quickstart"]).settings
     plan = MeshPlan.from_settings(settings.mesh, settings.model)
     backend.simulate_cpu_devices(plan.num_devices)
+    backend.use_platform(settings.mesh.platform)
     backend.enable_compile_cache()
     measure(settings, plan, args.out)
 
@@ -55,9 +56,10 @@ def measure(settings, plan: MeshPlan, out: Path) -> None:
     from rl_jax.weights.sync import WeightSync
 
     model = build_model(settings.model, 264)
-    cluster = InProcCluster(plan, model, settings)
+    meshes = build_meshes(plan)
+    cluster = InProcCluster(plan, meshes, model, settings)
     learner = Learner(
-        model, cluster.meshes.train, plan.train.rules, Grpo(settings.algorithm), settings.learner,
+        model, meshes.train, plan.train.rules, Grpo(settings.algorithm), settings.learner,
         max_rows=64, temperature=1.0, total_steps=1000,
     )  # fmt: skip
     learner.init(jax.random.key(0))

@@ -1,8 +1,8 @@
-"""Where the parts run. InProcCluster: every role in this process, one thread per server, on the plan's own meshes.
+"""Where the parts run. InProcCluster: every role in this process, one thread per server, on the plan's meshes.
 
-Owns: the meshes, the engines, the servers and the router in front of them. Life: `InProcCluster(...)` builds meshes and
-engines (no compile) -> `start()` starts the server threads, which serve after their first weight commit -> `close()`
-joins them. The train mesh is handed to the learner; the servers are the sync's targets.
+Owns: the engines, the servers and the router in front of them. Life: `InProcCluster(...)` builds engines (no compile)
+-> `start()` starts the server threads, which serve after their first weight commit -> `close()` joins them. The servers
+are the sync's targets.
 Must not: decide when anything happens (driver), or move weights (weights).
 """
 
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rl_jax.engine.engine import JaxEngine
-from rl_jax.mesh import MeshPlan, build_meshes
+from rl_jax.mesh import Meshes, MeshPlan
 from rl_jax.models.decoder import Model
 from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.prefill_server import PrefillServer
@@ -24,13 +24,12 @@ LOG = logging.getLogger(__name__)
 class InProcCluster:
     """Servers and router of one plan. Sole owner of their threads."""
 
-    def __init__(self, plan: MeshPlan, model: Model, settings: Settings):
-        self.meshes = build_meshes(plan)
+    def __init__(self, plan: MeshPlan, meshes: Meshes, model: Model, settings: Settings):
         self.prefill: list[PrefillServer] = []
         self.decode: list[DecodeServer] = []
         for server in plan.servers:
             engine = JaxEngine(
-                model, self.meshes.servers[server.name], server.rules, settings.engine, server.name
+                model, meshes.servers[server.name], server.rules, settings.engine, server.name
             )
             if server.kind == "prefill":
                 self.prefill.append(PrefillServer(server.name, server.pool, engine, settings.serve))

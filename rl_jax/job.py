@@ -27,7 +27,7 @@ from rl_jax.driver import Driver, DriverState, Parts, Preempted, SyncFailed, on_
 from rl_jax.learner.batch import BatchError
 from rl_jax.learner.learner import Learner, NonFiniteError
 from rl_jax.ledger import Ledger, LedgerError
-from rl_jax.mesh import MeshPlan, build_meshes
+from rl_jax.mesh import Meshes, MeshPlan, build_meshes
 from rl_jax.metrics import MetricsWriter, Progress
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
@@ -91,14 +91,14 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
     with on_sigterm(_preempt), contextlib.ExitStack() as stack:
         if pool is not None:
             stack.callback(lambda: asyncio.run(pool.close()))
-        devices = [] if options.dry_run else present_devices(plan)
+        meshes = None if options.dry_run else build_meshes(plan, present_devices(plan))
         renderer = load_names(settings, plan, resolve)
         if pool is not None:
             with progress.phase("environments", "importing them in their worker processes"):
                 prepare_tasks(settings, pool, options.mode)
         else:
             _saved_steps(settings)
-        if options.dry_run:
+        if meshes is None:
             return report.dry_run(parsed, plan, renderer, pool, resolve)
         files = {"config.resolved.py": resolved_python(settings)}
         run_dir = RunDir.open(options.run_dir, settings, options.resume, files)
@@ -106,12 +106,12 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         if pool is not None:
             pool.log_dir = run_dir.logs
         run_dir.start_logging()
-        run_dir.write_env(devices=[str(device) for device in devices])
+        run_dir.write_env(devices=[str(device) for device in jax.devices()])
         progress.note(f"run directory {run_dir.path}")
         progress.note(plan.describe())
         job = Job(
             replace(settings, run_id=run_dir.run_id),
-            plan, run_dir, progress, renderer, pool, resolve, stack,
+            plan, meshes, run_dir, progress, renderer, pool, resolve, stack,
         )  # fmt: skip
         try:
             _run_mode(job, options.mode)
@@ -147,6 +147,7 @@ class Job:
 
     settings: Settings
     plan: MeshPlan
+    meshes: Meshes  # of the plan, built once: arrays of two parts meet on the same ones
     run_dir: RunDir
     progress: Progress
     renderer: ChatRenderer
@@ -198,7 +199,7 @@ def make_learner(job: Job, model: Model, algorithm: Any, **changes: Any) -> Lear
     max_rows = changes.pop("max_rows", settings.rollout.batch_groups * settings.rollout.group_size)
     return Learner(
         model,
-        build_meshes(job.plan).train,
+        job.meshes.train,
         job.plan.train.rules,
         algorithm,
         replace(settings.learner, **changes),
@@ -248,7 +249,7 @@ def _live_driver(
     """Servers, rollout and sync around the learner; all started."""
     settings, stack, pool = job.settings, job.stack, job.pool
     assert pool is not None, "every mode but train_only has environments"
-    cluster = InProcCluster(job.plan, model, settings)
+    cluster = InProcCluster(job.plan, job.meshes, model, settings)
     stack.callback(cluster.close)
     cluster.start()
     sync = WeightSync(
