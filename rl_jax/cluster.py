@@ -7,6 +7,7 @@ Must not: decide when anything happens (driver), or move weights (weights).
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,6 +20,10 @@ from rl_jax.serve.router import Router
 from rl_jax.settings import Settings
 
 LOG = logging.getLogger(__name__)
+
+
+class ServersNotReady(RuntimeError):
+    """A server had not compiled its programs in time."""
 
 
 class InProcCluster:
@@ -61,6 +66,22 @@ class InProcCluster:
     def start(self) -> None:
         for server in self.targets:
             server.start()
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Wait until every server has compiled; one that died of it is told by the first sync, which fences it.
+
+        Raises: ServersNotReady after deadline_s.
+        """
+        end_s = time.monotonic() + deadline_s
+        for server in self.targets:
+            try:
+                server.wait_ready(max(0.0, end_s - time.monotonic()))
+            except TimeoutError as error:
+                raise ServersNotReady(
+                    f"{error}; raise serve.compile_deadline_s={deadline_s:g}"
+                ) from None
+            except RuntimeError as error:
+                LOG.error("%s", error)
 
     def close(self) -> None:
         """End the servers; one whose thread does not end (it may be compiling) is left behind, loudly."""

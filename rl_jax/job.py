@@ -9,6 +9,7 @@ Must not: decide the order of a step (driver.py), or check a value that config.p
 
 import asyncio
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from rl_jax import report
 from rl_jax.algorithms import ALGORITHMS
 from rl_jax.backend import BackendError
 from rl_jax.checkpoint import Checkpointer, CheckpointError
-from rl_jax.cluster import InProcCluster
+from rl_jax.cluster import InProcCluster, ServersNotReady
 from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.driver import Driver, DriverState, Parts, Preempted, SyncFailed, on_sigterm
 from rl_jax.learner.batch import BatchError
@@ -67,6 +68,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (EnvBudgetExhausted, 4),
     (ScriptError, 4),
     (SyncFailed, 5),
+    (ServersNotReady, 5),
     (FleetExhausted, 5),
     (TakeTimeout, 5),
     (RolloutStopped, 5),
@@ -171,10 +173,15 @@ def _run_mode(job: Job, mode: str) -> None:
         driver = Driver(parts, settings, state)
         driver.replay(saved_batches(settings, after=state.version))
     else:
-        driver = _live_driver(job, model, learner, algorithm, checkpointer, recorder, state, extra)
+        cluster = InProcCluster(job.plan, job.meshes, model, settings)
+        job.stack.callback(cluster.close)
+        cluster.start()  # they compile from now on, beside all that follows
+        parts = _live_parts(job, cluster, learner, algorithm, checkpointer, recorder, extra)
+        driver = Driver(parts, settings, state)
+        if mode == "train" and not extra and settings.warm_start.steps:
+            _warm_start(job, model, learner, parts, recorder)
+        _settle(job, cluster)
         if mode == "train":
-            if not extra and settings.warm_start.steps:
-                _warm_start(job, model, learner, driver.parts, recorder)
             driver.run()
         elif mode == "rollout_only":
             driver.collect()
@@ -243,15 +250,18 @@ def _starting_point(
     return driver_state, extra
 
 
-def _live_driver(
-    job: Job, model: Model, learner: Learner, algorithm: Any, checkpointer, recorder, state, extra
-) -> Driver:
-    """Servers, rollout and sync around the learner; all started."""
-    settings, stack, pool = job.settings, job.stack, job.pool
+def _live_parts(
+    job: Job,
+    cluster: InProcCluster,
+    learner: Learner,
+    algorithm: Any,
+    checkpointer,
+    recorder,
+    extra,
+) -> Parts:
+    """Rollout and sync around the cluster and the learner; all started."""
+    settings, stack, pool, model = job.settings, job.stack, job.pool, learner.model
     assert pool is not None, "every mode but train_only has environments"
-    cluster = InProcCluster(job.plan, job.meshes, model, settings)
-    stack.callback(cluster.close)
-    cluster.start()
     sync = WeightSync(
         SyncPlan.build(
             model.abstract, model.logical_axes, learner.mesh, learner.param_shardings,
@@ -284,10 +294,24 @@ def _live_driver(
         rollout.issue_again([stream.task(epoch, index) for epoch, index in extra["pending"]])
     recorder.watch(cluster.counters, rollout.status)
     evaluations = evaluation_tasks(settings, pool)
-    parts = Parts(
+    return Parts(
         learner, rollout, buffer, ledger, sync, algorithm, checkpointer, recorder, evaluations
     )
-    return Driver(parts, settings, state)
+
+
+def _settle(job: Job, cluster: InProcCluster) -> None:
+    """Wait for the servers' programs, then put what exists by now out of the garbage collector's sight.
+
+    Tracing a big model leaves so many objects alive that each full collection takes 0.2 to 0.4 s, in which no server
+    starts its next block: the collector stops every thread.
+    """
+    with job.progress.phase("servers", "compiling their programs"):
+        cluster.wait_ready(job.settings.serve.compile_deadline_s)
+    gc.collect()
+    gc.freeze()
+    job.stack.callback(
+        gc.unfreeze
+    )  # a notebook's or a test's process runs many jobs, and outlives them
 
 
 def evaluation_tasks(settings: Settings, pool: EnvPool) -> dict[str, Sequence[Task]]:

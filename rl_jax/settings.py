@@ -71,6 +71,7 @@ class ServeSettings:
     # requests one server may hold waiting; one more is refused (TurnError queue_full)
     queue_size: int = 1024
     turn_deadline_s: float = 60.0
+    compile_deadline_s: float = 1800.0  # for every server to compile its programs; then exit code 5
     stop_deadline_s: float = 10.0  # for close() to join a server's thread
 
 

@@ -98,7 +98,7 @@ MAX_PARAMETERS = 7  # positional ones, self aside; keyword-only ones are named w
 WIDE = {  # functions with more, and why
     "rl_jax/engine/programs.py:extend": "traced once; each argument is one array of the packed chunk",
     "rl_jax/weights/plan.py:build": "both sides of the sync, as the caller holds them",
-    "rl_jax/job.py:_live_driver": "wires the parts of one job, called once",
+    "rl_jax/job.py:_live_parts": "wires the parts of one job, called once",
 }
 
 

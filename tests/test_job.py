@@ -1,5 +1,6 @@
 """How a job's parts are built, and what it leaves of itself in the process."""
 
+import gc
 from pathlib import Path
 
 from rl_jax import launch
@@ -24,3 +25,27 @@ def test_each_mesh_of_the_plan_is_built_once(tmp_path, monkeypatch):
     monkeypatch.setattr(Driver, "run", lambda driver: driver.state)
     assert run(tmp_path, "--mesh=split_8:train2") == 0
     assert sorted(made) == [(0,), (1,), (2,), (3,), (4, 5)]
+
+
+def test_loop_runs_with_what_was_compiled_frozen_and_the_process_gets_it_back(
+    tmp_path, monkeypatch
+):
+    frozen, loop = [], Driver.run
+
+    def watched(driver):
+        frozen.append(gc.get_freeze_count())
+        return loop(driver)
+
+    monkeypatch.setattr(Driver, "run", watched)
+    before = gc.get_freeze_count()
+    for name in ("a", "b"):
+        assert run(tmp_path / name) == 0
+        assert gc.get_freeze_count() == 0 == before
+    assert min(frozen) > 10_000
+
+
+def test_servers_that_do_not_compile_in_time_end_the_run(tmp_path, capsys):
+    assert run(tmp_path, "--config.serve.compile_deadline_s=1e-6") == 5
+    err = capsys.readouterr().err
+    assert "error: all.0: not compiled after" in err
+    assert "raise serve.compile_deadline_s=1e-06" in err and "Traceback" not in err
