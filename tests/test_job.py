@@ -2,8 +2,12 @@
 
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
-from rl_jax import launch
+import pytest
+
+from rl_jax import job, launch
+from rl_jax.cluster import InProcCluster, ServersNotReady
 from rl_jax.driver import Driver
 from rl_jax.mesh import build
 
@@ -44,8 +48,18 @@ def test_loop_runs_with_what_was_compiled_frozen_and_the_process_gets_it_back(
     assert min(frozen) > 10_000
 
 
-def test_servers_that_do_not_compile_in_time_end_the_run(tmp_path, capsys):
-    assert run(tmp_path, "--config.serve.compile_deadline_s=1e-6") == 5
-    err = capsys.readouterr().err
-    assert "error: all.0: not compiled after" in err
-    assert "raise serve.compile_deadline_s=1e-06" in err and "Traceback" not in err
+def test_servers_that_do_not_compile_in_time_end_the_run_and_dead_ones_wait_for_the_sync():
+    def server(error):
+        def wait_ready(deadline_s):
+            if error is not None:
+                raise error
+
+        return SimpleNamespace(wait_ready=wait_ready)
+
+    cluster = object.__new__(InProcCluster)
+    cluster.prefill, cluster.decode = [server(RuntimeError("died"))], [server(None)]
+    cluster.wait_ready(5.0)
+    cluster.decode.append(server(TimeoutError("decode.1: not compiled after 5 s (compiling)")))
+    with pytest.raises(ServersNotReady, match="decode.1: not compiled.*serve.compile_deadline_s=5"):
+        cluster.wait_ready(5.0)
+    assert job.exit_code(ServersNotReady("x")) == 5
