@@ -127,6 +127,9 @@ class TurnRequest:
     deadline_s: float = 60.0  # seconds left when sent; each hop converts to its own monotonic clock
     # a resumed turn: sampled tokens that `tokens` ends with; max_new_tokens more may come
     token_index: int = 0
+    place: str = (
+        ""  # of Sampler.capacity(): where its episode holds a slot; "" = any place of the tag
+    )
 
     @property
     def key(self) -> str:
@@ -197,7 +200,11 @@ class Sampler(Protocol):
         ...
 
     def capacity(self) -> Mapping[str, int]:
-        """Live episodes each tag's servers can hold; key "" is the default for tags without a pool of their own."""
+        """Live episodes each place (a pool of servers) can hold now. A slot is in one place, whoever may use it."""
+        ...
+
+    def places(self, tag: str) -> tuple[str, ...]:
+        """Keys of capacity(): where episodes of the tag may live now."""
         ...
 
 
@@ -449,12 +456,15 @@ class View:
     version: int
     step: int
     need_groups: int  # groups the driver wants per batch
-    free: Mapping[str, int]  # episodes that may start now, by tag ("" = default)
+    free: Mapping[str, int]  # episodes that may start now, by place
     groups: tuple[GroupView, ...]  # in flight
     buffered: int  # complete groups waiting
     oldest_unconsumed: int  # version of the oldest group issued and not consumed; version if none
     taken: int = 0  # groups taken by a step that is not published yet: issued and not consumed
     held: Mapping[str, int] = field(default_factory=dict)  # buffered + taken, by tag
+    # where episodes of a tag may start, best place first; absent = the place of its name, else ""
+    places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    room: int | None = None  # episodes that may start in all; None = as many as are free
 
 
 @dataclass(frozen=True)

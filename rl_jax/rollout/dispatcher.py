@@ -131,6 +131,8 @@ class Dispatcher:
             oldest_unconsumed=min(oldest),
             taken=self.buffer.num_taken,
             held=self.buffer.held(),
+            places=self.slots.places(),
+            room=self.slots.room,
         )
 
     # --- what others ask --------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class Dispatcher:
             attempt = self.player.ledger.next_attempt(uid)
             epoch, index = group.issued.epoch, group.issued.index
             ref = EpisodeRef(uid, attempt, group.uid, epoch, index, sample, task.tag)
-            member = Member(self.player.issue(ref, task, self.rules), slot)
+            member = Member(self.player.issue(ref, task, self.rules, slot), slot)
             group.members[sample] = member
             group.tries[sample] += 1
             member.runner = asyncio.get_running_loop().create_task(

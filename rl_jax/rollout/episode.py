@@ -100,8 +100,11 @@ class EpisodeFailed(Exception):
 class Episode:
     """The live state of one attempt; `close` turns it into a record."""
 
-    def __init__(self, ref: EpisodeRef, task: Task, run_seed: int, rules: EpisodeRules):
+    def __init__(
+        self, ref: EpisodeRef, task: Task, run_seed: int, rules: EpisodeRules, place: str = ""
+    ):
         self.ref, self.task, self.run_seed, self.rules = ref, task, run_seed, rules
+        self.place = place  # where it holds a slot, for its requests
         self.turns: list[Turn] = []
         self.num_tokens = 0  # sampled so far
         self.steps: list[StepResult] = []
@@ -376,6 +379,7 @@ def _request(episode: Episode, tools: EpisodeTools, kept: int) -> TurnRequest:
         tag=ref.tag,
         deadline_s=max(0.0, min(rules.turn_deadline_s, episode.time_left_s())),
         token_index=kept,
+        place=episode.place,
     )
 
 

@@ -150,7 +150,7 @@ class Evaluation:
             uid = f"{group}/0"
             attempt = self.player.ledger.next_attempt(uid)
             ref = EpisodeRef(uid, attempt, group, EVAL_EPOCH, index, 0, task.tag)
-            episode = self.player.issue(ref, task, rules)
+            episode = self.player.issue(ref, task, rules, slot)
             self.num_open += 1
             await self.player.play_turns(episode)
             slot = self._release(slot)

@@ -60,14 +60,14 @@ class Player:
         self._in_a_row: Counter[str] = Counter()  # by reason
         self._row_began_s = 0.0  # monotonic, when its first failure was counted
 
-    def issue(self, ref: EpisodeRef, task: Task, rules: EpisodeRules) -> Episode:
-        """Write ISSUED; the episode does not run yet."""
+    def issue(self, ref: EpisodeRef, task: Task, rules: EpisodeRules, place: str) -> Episode:
+        """Write ISSUED; the episode, which holds a slot in `place`, does not run yet."""
         start = EpisodeFacts(start_version=self.tools.sampler.version())
         self.ledger.write(ref, "ISSUED", facts=start)
         self.counts["episodes/issued"] += 1
         if ref.attempt:
             self.counts["episodes/retried"] += 1
-        return Episode(ref, task, self.run_seed, rules)
+        return Episode(ref, task, self.run_seed, rules, place)
 
     async def play_turns(self, episode: Episode) -> None:
         """Run it until its outcome is set; when this returns its environment and its slot are free."""

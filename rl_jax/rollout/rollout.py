@@ -81,7 +81,8 @@ class Rollout:
         self._ticker: asyncio.Task | None = None
         self.rules = EpisodeRules.of(self.settings, self.context, self.turn_deadline_s)
         workers = self.settings.env_workers * self.settings.envs_per_worker
-        self._slots = Slots(self.sampler.capacity, workers)
+        sampler, tags = self.sampler, self.buffer.tags
+        self._slots = Slots(sampler.capacity, sampler.places, tags, workers)
         tools = EpisodeTools(
             self.sampler, self.pool.open, self._close_env, self.renderer, self._count
         )
@@ -113,7 +114,7 @@ class Rollout:
 
     def start(self) -> None:
         """Start the thread and the pool. Raises what pool.start() raises, with everything closed again."""
-        self._slots.check(self.buffer.tags)
+        self._slots.check()
         self._thread.start()
         try:
             self._call(self._begin(), self.settings.start_timeout_s + SLACK_S)

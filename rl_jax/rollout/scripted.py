@@ -95,6 +95,9 @@ class ScriptSampler:
     def capacity(self) -> dict[str, int]:
         return {"": NUM_LIVE}
 
+    def places(self, tag: str) -> tuple[str, ...]:
+        return ("",)
+
 
 async def scripted_trajectories(
     pool: Any, tasks: Sequence[Task], renderer: Any, rules: EpisodeRules, plan: ScriptPlan

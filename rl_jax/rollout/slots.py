@@ -1,87 +1,115 @@
 """Live episodes against what the servers and the environment workers can hold.
 
-Owns: the number of live episodes by pool key (a tag with servers of its own, or "" for all other tags).
-Invariants: live episodes of a key <= its capacity, all together <= the environments the workers hold; evaluation
+Owns: the number of live episodes in each place (a pool of servers), and who waits for one. A tag may use several places
+and a place may serve several tags, so slots are counted by place: each of them once, whoever may use it.
+Invariants: live episodes in a place <= its capacity, all together <= the environments the workers hold; evaluation
 episodes wait in line here and go first, so training cannot starve an evaluation. Training episodes never wait here: the
-scheduler starts only what is free. A session keeps its slot between turns, so an episode holds it from start to end.
-A slot is named by the key it was taken under: a pool that is fenced meanwhile must not change whose it is.
+scheduler starts only what is free. A session keeps its slot between turns, so an episode holds it from start to end,
+and its turns go to the servers of its place. Of a tag's places the one that fewest tags may use comes first, so that
+a tag with a choice leaves room for one without; among equals the emptiest.
+A slot is named by the place it was taken in: a pool that is fenced meanwhile must not change whose it is.
 Must not: be used off the rollout's loop; await anything but its own futures.
 """
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 
 class Slots:
-    """capacity() is asked each time: servers may be fenced and come back."""
+    """capacity() and places(tag) are types.Sampler's, asked each time: servers may be fenced and come back."""
 
-    def __init__(self, capacity: Callable[[], Mapping[str, int]], max_live: int):
-        self._capacity, self._max_live = capacity, max_live
-        self._live: Counter[str] = Counter()
-        self._line: deque[tuple[str, asyncio.Future]] = deque()
+    def __init__(
+        self,
+        capacity: Callable[[], Mapping[str, int]],
+        places: Callable[[str], Sequence[str]],
+        tags: Sequence[str],
+        max_live: int,
+    ):
+        self._capacity, self._places, self._tags = capacity, places, tuple(tags)
+        self._max_live = max_live
+        self._live: Counter[str] = Counter()  # by place
+        self._line: deque[tuple[str, asyncio.Future]] = deque()  # (tag, its turn)
 
     @property
     def num_live(self) -> int:
         return self._live.total()
 
-    def check(self, tags: tuple[str, ...]) -> None:
+    @property
+    def room(self) -> int:
+        """Episodes that the environment workers can still take."""
+        return max(0, self._max_live - self.num_live)
+
+    def check(self) -> None:
         """Raises ValueError if a tag has no server at all."""
         capacity = self._capacity()
-        for tag in tags:
-            if capacity.get(tag, capacity.get("", 0)) <= 0 or self._max_live <= 0:
+        for tag in self._tags:
+            if sum(capacity.get(place, 0) for place in self._places(tag)) <= 0 or self.room <= 0:
                 raise ValueError(
                     f"no server takes episodes of tag {tag!r}: capacity {dict(capacity)}, environments"
                     f" {self._max_live}; give a pool this tag or a pool without tags"
                 )
 
+    def places(self) -> dict[str, tuple[str, ...]]:
+        """The places of each tag, those that fewest tags may use first."""
+        num_tags = self._num_tags()
+        return {tag: tuple(sorted(self._places(tag), key=num_tags.get)) for tag in self._tags}
+
     def free(self) -> dict[str, int]:
-        """Training episodes that may start now, by key."""
-        room = self._max_live - self.num_live
-        waiting = {key for key, _ in self._line}
-        free = {key: min(n - self._live[key], room) for key, n in self._capacity().items()}
-        return {key: 0 if key in waiting else max(0, n) for key, n in free.items()}
+        """Training episodes that may start now, by place; all together at most `room`."""
+        waiting = {place for tag, _ in self._line for place in self._places(tag)}
+        return {p: 0 if p in waiting else n for p, n in self._empty().items()}
 
     def try_acquire(self, tag: str) -> str | None:
-        """Take a slot for a training episode if one is free: its key, for release()."""
-        key = self._key(tag)
-        if self.free().get(key, 0) <= 0:
-            return None
-        self._live[key] += 1
-        return key
+        """Take a slot for a training episode if one is free: its place, for release()."""
+        return self._take(tag, self.free())
 
     async def acquire(self, tag: str) -> str:
-        """Wait in line for a slot (evaluation): its key, for release()."""
-        key = self._key(tag)
+        """Wait in line for a slot (evaluation): its place, for release()."""
         turn = asyncio.get_running_loop().create_future()
-        self._line.append((key, turn))
+        self._line.append((tag, turn))
         self._advance()
         try:
-            await turn
+            return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release(key)
+                self.release(turn.result())
             raise
-        return key
 
-    def release(self, key: str) -> None:
+    def release(self, place: str) -> None:
         """Give a slot back."""
-        self._live[key] -= 1
+        self._live[place] -= 1
         self._advance()
 
-    def _key(self, tag: str) -> str:
-        return tag if tag in self._capacity() else ""
+    def _empty(self) -> dict[str, int]:
+        return {p: max(0, min(n - self._live[p], self.room)) for p, n in self._capacity().items()}
+
+    def _take(self, tag: str, free: Mapping[str, int]) -> str | None:
+        """One slot of what is free, in the tag's best place."""
+        num_tags = self._num_tags()
+
+        def rank(place: str) -> tuple[int, float]:
+            live = self._live[place]
+            return num_tags[place], live / (live + free[place])
+
+        place = min((p for p in self._places(tag) if free.get(p, 0) > 0), key=rank, default=None)
+        if place is not None:
+            self._live[place] += 1
+        return place
+
+    def _num_tags(self) -> Counter[str]:
+        """Tags that may use each place."""
+        return Counter(place for tag in self._tags for place in self._places(tag))
 
     def _advance(self) -> None:
-        """Give free slots to those in line, first come first served within a key."""
-        capacity = self._capacity()
+        """Give free slots to those in line, first come first served within a place."""
         waiting: deque[tuple[str, asyncio.Future]] = deque()
-        for key, turn in self._line:
+        for tag, turn in self._line:
             if turn.done():
                 continue
-            if self.num_live < self._max_live and self._live[key] < capacity.get(key, 0):
-                self._live[key] += 1
-                turn.set_result(None)
+            place = self._take(tag, self._empty())
+            if place is None:
+                waiting.append((tag, turn))
             else:
-                waiting.append((key, turn))
+                turn.set_result(place)
         self._line = waiting

@@ -3,9 +3,9 @@ loop.
 
 Owns: which decode server each live session is on. Runs on the asyncio thread and makes no JAX call;
 servers answer from their threads through `call_soon_threadsafe`. Life of a turn:
-1. Its session stays on the decode server that holds its history; a new session goes to the
-   preferred pools of its tag (MeshPlan.pools_for), there to the server with the fewest live
-   sessions.
+1. Its session stays on the decode server that holds its history; a new session goes to the pool
+   that its slot was taken in, without one to the preferred pools of its tag (MeshPlan.pools_for),
+   there to the server with the fewest live sessions.
 2. Where prefill servers exist and the decode server holds no KV for the session that this version
    may read, the prefill server with the shortest queue computes the whole prefix and hands it over.
    Else, without prefill servers or with a live history, the decode server extends its own KV: a
@@ -113,12 +113,17 @@ class Router:
         return min((s.version for s in self._decode if s.fenced is None), default=-1)
 
     def capacity(self) -> Mapping[str, int]:
-        """Live sessions that fit, by tag; "" for tags that no server names."""
-        tags = {tag for server in self._decode for tag in server.tags}
-        return {
-            tag: sum(server.engine.settings.slots for server in self._choices(tag, self._decode))
-            for tag in ("", *sorted(tags))
-        }
+        """Live sessions that fit on the live servers of each pool; a slot is one pool's, whichever
+        tags prefer that.
+        """
+        slots = dict.fromkeys((server.pool for server in self._decode), 0)
+        for server in self._decode:
+            slots[server.pool] += server.engine.settings.slots if server.fenced is None else 0
+        return slots
+
+    def places(self, tag: str) -> tuple[str, ...]:
+        """Pools where sessions of the tag may live now."""
+        return tuple(dict.fromkeys(server.pool for server in self._choices(tag, self._decode)))
 
     def stats(self) -> dict[str, float]:
         return {**self._counters, "sessions": len(self._sessions)}
@@ -136,7 +141,9 @@ class Router:
         placed = self._sessions.get(request.session)
         if placed is not None and placed.server.fenced is None:
             return placed, False
-        choices = self._choices(request.tag, self._decode)
+        live = [server for server in self._decode if server.fenced is None]
+        choices = [server for server in live if server.pool == request.place]
+        choices = choices or self._choices(request.tag, self._decode)
         if not choices:
             why = "; ".join(f"{s.name}: {s.fenced}" for s in self._decode)
             raise TurnError("closed", "router", f"no decode server is live: {why}")

@@ -31,7 +31,9 @@ class FakeSampler:
     fail: Callable[[TurnRequest], TurnError | None] = lambda request: None
     block: int = 4  # tokens between two looks at version and abort
     context: int = 256  # tokens a slot holds
-    slots: Mapping[str, int] = field(default_factory=lambda: {"": 64})
+    slots: Mapping[str, int] = field(default_factory=lambda: {"": 64})  # by place
+    # absent = the place of the tag's name, else ""
+    tag_places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     on_block: Callable[[TurnRequest, int], None] = lambda request, num_tokens: None
     # What happened, for assertions:
     requests: list[TurnRequest] = field(default_factory=list)
@@ -54,6 +56,9 @@ class FakeSampler:
 
     def capacity(self) -> Mapping[str, int]:
         return self.slots
+
+    def places(self, tag: str) -> tuple[str, ...]:
+        return self.tag_places.get(tag) or ((tag,) if tag in self.slots else ("",))
 
     @property
     def live(self) -> tuple[str, ...]:

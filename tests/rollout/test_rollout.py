@@ -108,6 +108,26 @@ def test_slow_and_fast_episodes_with_a_sync_mid_stream_and_more_queued_than_may_
         assert sampler.peak_live <= 3 and world.pool.peak_live <= 4
 
 
+def test_tags_that_share_slots_hold_no_more_than_there_are_and_none_starves(tmp_path):
+    settings = replace(SETTINGS, batch_groups=4, group_size=4, max_staleness=1)
+    tasks = {tag: echo_tasks(tag, 4, turns=1 + 3 * (tag == "b")) for tag in ("a", "b")}
+    sampler = FakeSampler(
+        script=echo_script,
+        slots={"own": 2, "both": 3},
+        tag_places={"a": ("own", "both"), "b": ("both",)},
+        latency=lambda r: 0.001,
+    )
+    with running(tmp_path, settings=settings, tasks=tasks, sampler=sampler) as world:
+        world.publish(0)
+        for step in range(1, 6):
+            assert sorted(g.tag for g in world.step(step)) == ["a", "a", "b", "b"]
+        assert sampler.peak_live <= 5
+        placed = {}
+        for request in sampler.requests:
+            placed.setdefault(request.tag, set()).add(request.place)
+        assert placed["b"] == {"both"} and "own" in placed["a"] <= {"own", "both"}
+
+
 def test_tokens_keep_the_version_that_sampled_them(tmp_path):
     """A swap between two blocks of a turn, and between two turns: each token is labelled by its own version."""
     settings = replace(SETTINGS, batch_groups=1, group_size=1, max_staleness=2, max_new_tokens=8)

@@ -28,8 +28,9 @@ class SimGroup:
 class Simulation:
     """A rollout and a driver as plain counters. Fails where an invariant of the scheduler breaks."""
 
-    def __init__(self, seed, max_staleness, tags, need, size, slots):
+    def __init__(self, seed, max_staleness, tags, need, size, slots, places=None):
         self.rng = random.Random(seed)
+        self.places = places or {tag: (tag if tag in slots else "",) for tag in tags}
         self.k, self.tags, self.need, self.size, self.slots = max_staleness, tags, need, size, slots
         self.policy = TrajectoryScheduler()
         self.state = self.policy.init(SchedulerConfig(tags, size, max_staleness))
@@ -39,13 +40,15 @@ class Simulation:
         self.issued_by_tag = dict.fromkeys(tags, 0)
 
     def free(self):
-        return {
-            key: n
-            - sum(
-                len(g.running) for g in self.flying if (g.tag if g.tag in self.slots else "") == key
-            )
-            for key, n in self.slots.items()
-        }
+        """What Slots would say: each tag's live members fill its places in order."""
+        free = dict(self.slots)
+        for tag in sorted(self.tags, key=lambda tag: len(self.places[tag])):
+            live = sum(len(g.running) for g in self.flying if g.tag == tag)
+            for place in self.places[tag]:
+                taken = min(live, free[place])
+                free[place], live = free[place] - taken, live - taken
+            assert not live, "more live than there are slots"
+        return free
 
     def view(self):
         groups = tuple(
@@ -60,7 +63,7 @@ class Simulation:
             held[g.tag] = held.get(g.tag, 0) + 1
         return View(
             self.clock, self.version, self.step, self.need, self.free(), groups, len(self.buffered),
-            0, len(self.taken), held,
+            0, len(self.taken), held, self.places,
         )  # fmt: skip
 
     def decide(self, event):
@@ -170,9 +173,11 @@ class Simulation:
 def test_bound_accounting_and_progress_under_random_interleavings(seed):
     rng = random.Random(seed)
     tags = ("a", "b", "c")[: rng.choice([1, 1, 2, 3])]
-    slots = {"": rng.choice([1, 3, 16, 64])}
+    slots, places = {"": rng.choice([1, 3, 16, 64])}, None
     if len(tags) > 1 and rng.random() < 0.5:
         slots["a"] = rng.choice([1, 5])
+        if rng.random() < 0.5:  # the slots of "" serve a too
+            places = {tag: ("a", "") if tag == "a" else ("",) for tag in tags}
     sim = Simulation(
         seed,
         rng.choice([0, 1, 2, 4]),
@@ -180,6 +185,7 @@ def test_bound_accounting_and_progress_under_random_interleavings(seed):
         len(tags) * rng.choice([1, 2]),
         rng.choice([1, 2, 5]),
         slots,
+        places,
     )
     sim.run(num_steps=4)
     per_tag = sorted(sim.issued_by_tag.values())
@@ -231,6 +237,17 @@ def test_tags_with_their_own_pool_use_their_own_slots():
     state = policy.init(SchedulerConfig(("a", "b"), 4, 0))
     actions = policy.decide(state, view(free={"": 4, "a": 3}, need_groups=4), Tick())[1]
     assert actions == [Start(None, 3, "a"), Start(None, 4, "b")]
+
+
+def test_slot_of_two_tags_is_given_to_one_of_them():
+    policy = TrajectoryScheduler()
+    state = policy.init(SchedulerConfig(("a", "b"), 4, 0))
+    places = {"a": ("own", "both"), "b": ("both",)}
+    free = {"own": 2, "both": 3}
+    actions = policy.decide(state, view(free=free, need_groups=4, places=places), Tick())[1]
+    assert actions == [Start(None, 4, "a"), Start(None, 1, "b")]
+    limited = view(free=free, need_groups=4, places=places, room=3)
+    assert policy.decide(state, limited, Tick())[1] == [Start(None, 3, "a")]
 
 
 def test_table_names_what_exists():

@@ -7,22 +7,32 @@ import pytest
 from rl_jax.rollout.slots import Slots
 
 
+def slots_of(capacity, max_live=10, places=None, tags=("a", "b", "own", "x")):
+    """places: tag -> its places; absent = the place of its name, else ""."""
+    places = places or {}
+
+    def places_of(tag):
+        return places.get(tag) or ((tag,) if tag in capacity else ("",))
+
+    return Slots(lambda: capacity, places_of, tags, max_live)
+
+
 def test_free_slots_are_limited_by_servers_and_by_environments():
-    slots = Slots(lambda: {"": 4, "own": 2}, max_live=5)
+    slots = slots_of({"": 4, "own": 2}, max_live=5)
     assert slots.free() == {"": 4, "own": 2}
     assert [slots.try_acquire("own") for _ in range(3)] == ["own", "own", None]
     assert [slots.try_acquire("x") for _ in range(4)] == ["", "", "", None]
     assert slots.free() == {"": 0, "own": 0}
     slots.release("own")
     assert slots.free() == {"": 1, "own": 1}
-    slots.check(("own", "x"))
+    slots.check()
     with pytest.raises(ValueError, match="no server takes episodes of tag 'x'"):
-        Slots(lambda: {"own": 2}, 4).check(("own", "x"))
+        slots_of({"own": 2}, 4, tags=("own", "x")).check()
 
 
 def test_who_waits_in_line_goes_before_training():
     async def scenario():
-        slots = Slots(lambda: {"": 2, "own": 1}, max_live=10)
+        slots = slots_of({"": 2, "own": 1})
         assert slots.try_acquire("a") == slots.try_acquire("a") == ""
         waiters = [asyncio.create_task(slots.acquire("b")) for _ in range(3)]
         await asyncio.sleep(0)
@@ -42,7 +52,7 @@ def test_who_waits_in_line_goes_before_training():
 
 def test_slot_given_to_a_cancelled_waiter_is_given_back():
     async def scenario():
-        slots = Slots(lambda: {"": 1}, max_live=10)
+        slots = slots_of({"": 1})
         assert slots.try_acquire("a") == ""
         waiter = asyncio.create_task(slots.acquire("a"))
         await asyncio.sleep(0)
@@ -57,8 +67,45 @@ def test_slot_given_to_a_cancelled_waiter_is_given_back():
 
 def test_slot_goes_back_to_the_pool_it_came_from_though_that_was_fenced():
     capacity = {"": 1, "own": 1}
-    slots = Slots(lambda: capacity, max_live=10)
+    slots = slots_of(capacity)
     key = slots.try_acquire("own")
     del capacity["own"]
     slots.release(key)
     assert slots.free() == {"": 1} and slots.num_live == 0
+
+
+def test_slot_that_several_tags_may_use_is_counted_once():
+    slots = slots_of({"both": 3}, places={"a": ("both",), "b": ("both",)}, tags=("a", "b"))
+    taken = [slots.try_acquire(tag) for tag in ("a", "b", "a", "b", "a")]
+    assert taken == ["both"] * 3 + [None] * 2
+    assert slots.free() == {"both": 0} and slots.num_live == 3
+
+
+def test_tag_with_a_choice_leaves_room_for_one_without():
+    slots = slots_of(
+        {"both": 2, "own": 2}, places={"a": ("both", "own"), "b": ("both",)}, tags=("a", "b")
+    )
+    assert slots.places() == {"a": ("own", "both"), "b": ("both",)}
+    assert [slots.try_acquire("a") for _ in range(3)] == ["own", "own", "both"]
+    assert [slots.try_acquire("b") for _ in range(2)] == ["both", None]
+    slots.release("own")
+    assert slots.try_acquire("b") is None and slots.try_acquire("a") == "own"
+
+
+def test_equal_places_fill_evenly():
+    slots = slots_of({"p": 4, "q": 2}, places={"a": ("p", "q")}, tags=("a",))
+    taken = [slots.try_acquire("a") for _ in range(6)]
+    assert sorted(taken[:3]) == ["p", "p", "q"] and sorted(taken) == ["p"] * 4 + ["q"] * 2
+
+
+def test_who_waits_takes_the_first_slot_of_any_of_its_places():
+    async def scenario():
+        slots = slots_of({"p": 1, "q": 1, "r": 1}, places={"a": ("p", "q"), "b": ("r",)})
+        assert {slots.try_acquire("a"), slots.try_acquire("a")} == {"p", "q"}
+        waiter = asyncio.create_task(slots.acquire("a"))
+        await asyncio.sleep(0)
+        assert slots.free() == {"p": 0, "q": 0, "r": 1} and slots.try_acquire("b") == "r"
+        slots.release("q")
+        assert await asyncio.wait_for(waiter, 1) == "q"
+
+    asyncio.run(scenario())

@@ -83,7 +83,8 @@ def test_tags_go_to_their_pool_and_capacity_says_how_many(kit):
     plain = kit.decode(name="decode.0")
     hot = kit.decode(name="fast.0", pool="fast", tags=("hot",), slots=2)
     router = Router([plain.server, hot.server], [], PLAN)
-    assert router.capacity() == {"": 4, "hot": 2}
+    assert router.capacity() == {"decode": 4, "fast": 2}
+    assert (router.places("hot"), router.places("cold")) == (("fast",), ("decode",))
 
     async def main():
         return await asyncio.gather(
@@ -93,8 +94,33 @@ def test_tags_go_to_their_pool_and_capacity_says_how_many(kit):
     (a, _), (b, _) = run(main())
     assert (a[0].pool, b[0].pool) == ("fast", "decode")
     hot.server.fence("gone")
-    assert router.capacity() == {"": 4, "hot": 4}  # a preference, not a demand
+    assert router.capacity() == {"decode": 4, "fast": 0}
+    assert router.places("hot") == ("decode",)  # a preference, not a demand
     assert run(play(router, kit, "c", tag="hot"))[0][0].pool == "decode"
+
+
+def test_slots_of_a_pool_with_two_tags_are_counted_once_and_a_place_is_kept_to(kit):
+    own = kit.decode(name="own.0", pool="own", tags=("a",))
+    both = kit.decode(name="both.0", pool="both", tags=("a", "b"))
+    pools = (
+        PoolSettings("own", "decode", tags=("a",)),
+        PoolSettings("both", "decode", tags=("a", "b")),
+        PoolSettings("train", "train"),
+    )
+    router = Router(
+        [own.server, both.server], [], MeshPlan.from_settings(MeshSettings(pools=pools))
+    )
+    assert router.capacity() == {"own": 4, "both": 4}
+    assert router.places("a") == ("own", "both") and router.places("b") == ("both",)
+
+    async def main():
+        return await asyncio.gather(
+            *[play(router, kit, f"e{i}", tag="a", place="both") for i in range(3)]
+        )
+
+    assert {turn.pool for turns, _ in run(main()) for turn in turns} == {"both"}
+    both.server.fence("gone")
+    assert run(play(router, kit, "f", tag="a", place="both"))[0][0].pool == "own"
 
 
 def test_version_is_the_lowest_of_the_live(kit):

@@ -44,29 +44,43 @@ class TrajectoryScheduler:
         oldest_allowed = view.version - state.max_staleness
         drops = [Drop(g.group, STALE) for g in view.groups if g.oldest_version < oldest_allowed]
         kept = [g for g in view.groups if g.oldest_version >= oldest_allowed]
-        free = dict(view.free)
+        free = _Free(view)
         starts = []
         for group in sorted(kept, key=lambda g: g.issued_s):  # stable: ties in the order of issue
-            members = min(group.want - group.started, _free(free, group.tag))
+            members = min(group.want - group.started, free.of(group.tag))
             if members > 0 and not group.deferred:
-                _use(free, group.tag, members)
+                free.use(group.tag, members)
                 starts.append(Start(group.group, members, group.tag))
         issued = {tag: view.held.get(tag, 0) for tag in state.tags}
         for group in kept:
             issued[group.tag] = issued.get(group.tag, 0) + 1
         limit = (1 + state.max_staleness) * view.need_groups // len(state.tags)
-        while open_tags := [t for t in state.tags if issued[t] < limit and _free(free, t) > 0]:
+        while open_tags := [t for t in state.tags if issued[t] < limit and free.of(t) > 0]:
             tag = min(open_tags, key=lambda t: (issued[t], state.tags.index(t)))
-            members = min(state.group_size, _free(free, tag))
-            _use(free, tag, members)
+            members = min(state.group_size, free.of(tag))
+            free.use(tag, members)
             issued[tag] += 1
             starts.append(Start(None, members, tag))
         return state, [*drops, *starts]
 
 
-def _free(free: dict[str, int], tag: str) -> int:
-    return max(0, free.get(tag, free.get("", 0)))
+class _Free:
+    """What may still start in one decision: each slot once, whichever tags may use it."""
 
+    def __init__(self, view: View):
+        self._free = {place: max(0, num) for place, num in view.free.items()}
+        self._room = sum(self._free.values()) if view.room is None else view.room
+        self._places = view.places
 
-def _use(free: dict[str, int], tag: str, num: int) -> None:
-    free[tag if tag in free else ""] -= num
+    def of(self, tag: str) -> int:
+        return min(self._room, sum(self._free.get(place, 0) for place in self._of(tag)))
+
+    def use(self, tag: str, num: int) -> None:
+        self._room -= num
+        for place in self._of(tag):
+            taken = min(num, self._free.get(place, 0))
+            self._free[place] = self._free.get(place, 0) - taken
+            num -= taken
+
+    def _of(self, tag: str) -> tuple[str, ...]:
+        return self._places.get(tag) or ((tag,) if tag in self._free else ("",))
