@@ -85,7 +85,7 @@ class Driver:
                 if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
                     self.save()
             self.evaluate("last")
-            self.save()  # before the drain: what is cancelled now is issued again by a resume with more steps
+            self.save()  # before the drain: what that cancels is issued again by a resume with more steps
             p.rollout.drain()
             p.ledger.check(in_flight=0)
         return self.state
@@ -121,7 +121,7 @@ class Driver:
         """One turn of the loop: version step-1 -> step."""
         p, cfg = self.parts, self.settings
         clock = Stopwatch()
-        p.rollout.want(step, cfg.rollout.batch_groups)
+        p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
         groups = p.buffer.take(step, select=p.algorithm.select, should_stop=self._is_stopping)
         clock.lap("time/wait_for_batch_s")
         batch = self.make_batch(groups)
@@ -194,8 +194,8 @@ class Driver:
         p.recorder.event("saved", step=self.state.version)
 
     def _collect_step(self, step: int) -> None:
-        p, clock = self.parts, Stopwatch()
-        p.rollout.want(step, self.settings.rollout.batch_groups)
+        p, cfg, clock = self.parts, self.settings, Stopwatch()
+        p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
         groups = p.buffer.take(step, should_stop=self._is_stopping)
         clock.lap("time/wait_for_batch_s")
         p.buffer.discard(step, "rollout_only")

@@ -465,6 +465,8 @@ class View:
     # where episodes of a tag may start, best place first; absent = the place of its name, else ""
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     room: int | None = None  # episodes that may start in all; None = as many as are free
+    # batches that the run takes until its end and no published version has consumed; None = no end is known
+    batches_left: int | None = None
 
 
 @dataclass(frozen=True)

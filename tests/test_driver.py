@@ -223,6 +223,8 @@ def test_asynchronous_training_holds_its_staleness_bound(tmp_path):
     )
     stale = [row["staleness/max"] for row in rows(directory)]
     assert max(stale) == 1
+    ledger = map(json.loads, (directory / "ledger.jsonl").read_text().splitlines())
+    assert not [record["uid"] for record in ledger if record["reason"] == "run_end"]
     assert "mismatch/abs_mean_lag1_pure" in rows(directory)[-1]
 
 

@@ -76,6 +76,7 @@ class Dispatcher:
         self._is_deciding = False
         self._is_stopped = False
         self._step, self._need, self.version = 0, 0, 0
+        self._last_step: int | None = None
         self._idle_since_s: float | None = None
         self.wait_for_policy_s = 0.0  # wanted, but the bound let nothing run
         self.drops: Counter[str] = (
@@ -103,9 +104,9 @@ class Dispatcher:
             self._is_deciding = False
         self._note_idle()
 
-    def want(self, step: int, num_groups: int) -> None:
-        """The driver will take `num_groups` groups for `step`."""
-        self._step, self._need = step, num_groups
+    def want(self, step: int, num_groups: int, last_step: int | None = None) -> None:
+        """The driver will take `num_groups` groups for `step`, and for no step after `last_step`."""
+        self._step, self._need, self._last_step = step, num_groups, last_step
         self.handle(NeedBatch(step))
 
     def published(self, version: int) -> None:
@@ -133,6 +134,7 @@ class Dispatcher:
             held=self.buffer.held(),
             places=self.slots.places(),
             room=self.slots.room,
+            batches_left=self._batches_left(),
         )
 
     # --- what others ask --------------------------------------------------------------------------------------------
@@ -301,4 +303,13 @@ class Dispatcher:
         if self._idle_since_s is not None:
             self.wait_for_policy_s += now_s - self._idle_since_s
         is_idle = self._need > 0 and not any(g.members for g in self._groups.values())
-        self._idle_since_s = now_s if is_idle else None
+        self._idle_since_s = now_s if is_idle and not self._has_all() else None
+
+    def _batches_left(self) -> int | None:
+        return None if self._last_step is None else max(0, self._last_step - self.version)
+
+    def _has_all(self) -> bool:
+        """Whether every group that the run will take is issued already."""
+        left = self._batches_left()
+        issued = len(self._groups) + self.buffer.num_waiting + self.buffer.num_taken
+        return left is not None and issued >= left * self._need

@@ -149,9 +149,9 @@ class Rollout:
 
     # --- the driver's calls -----------------------------------------------------------------------------------------
 
-    def want(self, step: int, num_groups: int) -> None:
-        """The driver will take `num_groups` groups for `step`; does not wait."""
-        self._post(self._dispatcher.want, step, num_groups)
+    def want(self, step: int, num_groups: int, last_step: int | None = None) -> None:
+        """The driver will take `num_groups` groups for `step`, the last time for `last_step`; does not wait."""
+        self._post(self._dispatcher.want, step, num_groups, last_step)
 
     def published(self, version: int) -> None:
         """Every server serves `version` now: steps up to it are consumed, what is too old goes; does not wait."""

@@ -37,6 +37,32 @@ def test_few_steps_end_with_the_expected_counts(tmp_path, num_steps, staleness):
         assert sum(counts[s] for s in ("ERRORED", "VOID", "EVALUATED")) == 0
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_run_that_knows_its_end_starts_what_it_takes_and_replaces_what_is_dropped(
+    tmp_path, staleness
+):
+    def select(groups):
+        drops = [(g.uid, "too easy") for g in groups if g.index == 2 and g.epoch == 0]
+        return [g for g in groups if g.uid not in dict(drops)], drops
+
+    with running(tmp_path, settings=replace(SETTINGS, max_staleness=staleness)) as world:
+        world.publish(0)
+        for step in (1, 2, 3):
+            world.rollout.want(step, 2, last_step=3)
+            groups = world.buffer.take(step, select=select)
+            world.rollout.consumed(step, groups)
+            world.publish(step)
+        assert world.rollout.in_flight() == 0  # before the drain
+        counts = world.ledger.counts()
+        assert (counts["TRAINED"], counts["DROPPED"]) == (4 * 3, 2)
+        assert world.rollout.counts()["episodes/issued"] == 4 * 3 + 2
+        idle_s = world.rollout.counts()["time/wait_for_policy_s"]
+        time.sleep(0.05)
+        world.publish(4)
+        world.rollout.check()  # the loop has seen it
+        assert world.rollout.counts()["time/wait_for_policy_s"] - idle_s < 0.05
+
+
 def test_data_set_smaller_than_the_batch_goes_into_the_next_epoch(tmp_path):
     settings = replace(SETTINGS, batch_groups=4)
     with running(tmp_path, settings=settings, tasks={"echo": echo_tasks(num=1)}) as world:

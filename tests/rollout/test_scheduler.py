@@ -218,6 +218,15 @@ def test_new_groups_start_up_to_the_bound():
     assert decide(0, need_groups=0) == []
 
 
+def test_no_group_starts_that_the_run_will_not_take():
+    assert decide(2, batches_left=2) == [Start(None, 4, "a")] * 4
+    assert decide(2, batches_left=2, held={"a": 3}) == [Start(None, 4, "a")]
+    assert decide(1, batches_left=1, taken=2, held={"a": 2}) == []
+    assert decide(1, batches_left=0) == []
+    missing = (flying("g", 1),)
+    assert decide(1, batches_left=1, groups=missing, held={"a": 1}) == [Start("g", 3, "a")]
+
+
 def test_free_slots_go_to_missing_members_of_the_oldest_group_first():
     groups = (flying("young", 1, issued_s=2.0), flying("old", 2, issued_s=1.0))
     assert decide(3, free={"": 6}, groups=groups) == [

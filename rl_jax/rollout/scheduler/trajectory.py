@@ -2,9 +2,10 @@
 
 Owns: when a group or a missing member starts, and which groups in flight are too old to finish.
 Invariants, for each of the n tags (a batch holds need / n groups of each):
-- admission: groups issued and not consumed <= (1 + max_staleness) * need / n. A group is consumed when the version
-  that its step makes is published, not when it is taken: at max_staleness 0 nothing starts between take and publish, so
-  every token of a batch has the version that the batch trains.
+- admission: groups issued and not consumed <= (1 + max_staleness) * need / n, and no more than the batches that the
+  run still takes: its last steps start no group that could only be cancelled at its end. A group is consumed when the
+  version that its step makes is published, not when it is taken: at max_staleness 0 nothing starts between take and
+  publish, so every token of a batch has the version that the batch trains.
 - age: when version v is published, a group whose oldest token is older than v - max_staleness can never be consumed
   legally any more and is dropped at once. Admission alone does not give the bound: a slow episode may see many steps.
 - members first: a slot goes to a missing member of the oldest group before it goes to a new group, so no group starves.
@@ -54,7 +55,10 @@ class TrajectoryScheduler:
         issued = {tag: view.held.get(tag, 0) for tag in state.tags}
         for group in kept:
             issued[group.tag] = issued.get(group.tag, 0) + 1
-        limit = (1 + state.max_staleness) * view.need_groups // len(state.tags)
+        num_batches = 1 + state.max_staleness
+        if view.batches_left is not None:
+            num_batches = min(num_batches, view.batches_left)
+        limit = num_batches * view.need_groups // len(state.tags)
         while open_tags := [t for t in state.tags if issued[t] < limit and free.of(t) > 0]:
             tag = min(open_tags, key=lambda t: (issued[t], state.tags.index(t)))
             members = min(state.group_size, free.of(tag))
