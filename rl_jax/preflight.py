@@ -1,11 +1,14 @@
 """What only the machine, the plugins and the environments can tell, checked before the run directory is made.
 
 config.parse has read the config alone; here its names are loaded, its devices counted, its tokenizer's vocabulary laid
-on the mesh, and its environments asked what they offer. Each finding is one line of a ConfigError.
+on the mesh, its environments asked what they offer, and, in a dry run, an episode of each sent through the tokenizer.
+Each finding is one line of a ConfigError.
 Must not: write anything, or start what is not ended when the check returns.
 """
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,10 +17,12 @@ from rl_jax.algorithms import ALGORITHMS
 from rl_jax.config import ConfigError
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
+from rl_jax.rollout.episode import Episode, EpisodeRules
 from rl_jax.rollout.scheduler import SCHEDULERS
+from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
 from rl_jax.rollout.worker import EnvError, EnvPool
-from rl_jax.settings import Settings
-from rl_jax.tokens import TOKENIZERS, ChatRenderer
+from rl_jax.settings import Settings, TaskSource
+from rl_jax.tokens import TOKENIZERS, ChatRenderer, encodable
 from rl_jax.validate import SUPPLIED
 
 Resolve = Callable[[str, Mapping[str, Any]], Any]  # (name, literal table) -> the object
@@ -97,3 +102,92 @@ def prepare_tasks(settings: Settings, pool: EnvPool, mode: str) -> None:
         )
     if errors:
         raise ConfigError(errors)
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """What of a source was rendered, tokenized and read back."""
+
+    what: str  # "a scripted episode", or "the first observation" and why no more
+    num_turns: int
+    num_tokens: int  # of the whole context
+    num_sampled: int  # of them, what the policy would have sampled
+
+
+def round_trips(settings: Settings, pool: EnvPool, renderer: ChatRenderer) -> dict[str, RoundTrip]:
+    """By tag: one scripted episode, or the first observation of an environment without a script. Ends the pool.
+
+    Raises ConfigError for an episode that cannot be played, or whose tokens do not decode to what was said.
+    """
+
+    async def run() -> dict[str, RoundTrip]:
+        try:
+            await pool.start()
+            trip = _Trip(settings, pool, renderer)
+            return {source.tag: await trip.of(source) for source in settings.tasks.sources}
+        finally:
+            await pool.close()
+
+    return asyncio.run(run())
+
+
+@dataclass
+class _Trip:
+    settings: Settings
+    pool: EnvPool
+    renderer: ChatRenderer
+
+    async def of(self, source: TaskSource) -> RoundTrip:
+        try:
+            if not self.pool.has_script(source.tag):
+                return await self._observation(source, "the environment has no script()")
+            try:
+                return await self._episode(source)
+            except ScriptError as error:
+                if self.settings.warm_start.steps and source.script_episodes:
+                    raise
+                return await self._observation(source, str(error))
+        except (EnvError, ScriptError, ValueError) as error:
+            raise ConfigError([f"tag {source.tag}: {error}"]) from error
+
+    async def _episode(self, source: TaskSource) -> RoundTrip:
+        s, tasks = self.settings, self.pool.list_tasks(source.tag, "train")
+        rules = EpisodeRules.of(s.rollout, s.engine.context, s.serve.turn_deadline_s)
+        plan = ScriptPlan(1, 1.0, s.seed)
+        (episode,) = await scripted_episodes(self.pool, tasks[:1], self.renderer, rules, plan)
+        self._compare(_said(episode), episode.context())
+        return RoundTrip(
+            "a scripted episode", len(episode.turns), len(episode.context()), episode.num_tokens
+        )
+
+    async def _observation(self, source: TaskSource, why: str) -> RoundTrip:
+        task = self.pool.list_tasks(source.tag, "train")[0]
+        handle = await self.pool.open(task, f"dry_run/{source.tag}", self.settings.seed)
+        messages = [*task.messages, *(await handle.reset()).messages]
+        await handle.close()
+        tokens = self.renderer.first(messages)
+        self._compare([message.content for message in messages], tokens)
+        return RoundTrip(f"the first observation ({why})", 0, len(tokens), 0)
+
+    def _compare(self, said: Sequence[str], tokens: Any) -> None:
+        """Raises ValueError unless the tokens decode to all that was said, in order."""
+        text, at = self.renderer.tokenizer.decode(tokens), 0
+        for piece in map(encodable, said):
+            found = text.find(piece, at)
+            if found < 0:
+                raise ValueError(
+                    f"{piece[:80]!r} was said, but the tokens decode to {text[at : at + 80]!r} there; the tokenizer"
+                    " does not keep the text"
+                )
+            at = found + len(piece)
+
+
+def _said(episode: Episode) -> list[str]:
+    """Every text that is on the episode's context, in order."""
+    num_first = len(episode.messages) - sum(len(step.messages) for step in episode.steps)
+    said = [message.content for message in episode.messages[:num_first]]
+    for i, text in enumerate(episode.texts):
+        said.append(text)
+        if i + 1 < len(episode.texts):  # what the last step answered is not rendered
+            said += [message.content for message in episode.steps[i].messages]
+    return said

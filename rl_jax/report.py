@@ -1,13 +1,15 @@
 """What a person reads before and after a run: the dry run's plan, and the closing lines.
 
-`dry_run` shows what config.parse cannot know: the model's real shapes on the plan and the environments' tasks; it
-prints tables and starts nothing. `closing_lines` gives the figures, one sample episode and what to type next.
+`dry_run` shows what config.parse cannot know: the model's real shapes on the plan, the environments' tasks, and that an
+episode of each comes back from the tokenizer as it was; it prints tables and starts no server. `closing_lines` gives
+the figures, one sample episode and what to type next.
 Must not: touch a device, or write beside plan.json of a run directory that was named.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from rl_jax.mesh import MeshPlan
 from rl_jax.mesh.rules import Rules, merge_rules
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
+from rl_jax.preflight import round_trips
 from rl_jax.rollout.traces import read_traces
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.settings import Settings
@@ -52,7 +55,8 @@ def dry_run(
         "memory": [dict(zip(("pool", "total", "weights", "train", "kv"), row)) for row in rows],
     }
     if pool is not None:
-        report["tasks"] = _task_report(settings, renderer, pool)
+        report["tasks"] = _task_report(settings, pool)
+        report["round_trips"] = _round_trip_report(settings, renderer, pool)
     if parsed.options.run_dir:
         path = Path(parsed.options.run_dir)
         path.mkdir(parents=True, exist_ok=True)
@@ -109,24 +113,28 @@ def closing_lines(run_dir: Any, mode: str, summary: Mapping[str, Any]) -> list[s
     return lines
 
 
-def _task_report(settings: Settings, renderer: ChatRenderer, pool: EnvPool) -> dict[str, Any]:
-    """Tasks of each split, and how long the first one's own messages are."""
+def _task_report(settings: Settings, pool: EnvPool) -> dict[str, Any]:
+    """Tasks of each split."""
     out: dict[str, Any] = {}
     for source in settings.tasks.sources:
-        tasks = {split: pool.list_tasks(source.tag, split) for split in pool.splits(source.tag)}
-        sizes = {split: len(found) for split, found in tasks.items()}
+        sizes = {s: len(pool.list_tasks(source.tag, s)) for s in pool.splits(source.tag)}
         out[source.tag] = sizes
-        print(
-            f"tag {source.tag}: "
-            + ", ".join(f"{num} {split} tasks" for split, num in sizes.items())
-        )
-        example = tasks["train"][0]
-        if example.messages:
-            tokens = renderer.first(example.messages)
-            print(
-                f"  {len(tokens)} tokens in the first task's messages, engine.context={settings.engine.context}"
-            )
+        listed = ", ".join(f"{num} {split} tasks" for split, num in sizes.items())
+        print(f"tag {source.tag}: {listed}")
     return out
+
+
+def _round_trip_report(
+    settings: Settings, renderer: ChatRenderer, pool: EnvPool
+) -> dict[str, dict[str, Any]]:
+    """Counts of what went through the tokenizer and came back as it was; what does not ends the dry run."""
+    trips = round_trips(settings, pool, renderer)
+    for tag, trip in trips.items():
+        print(
+            f"tag {tag}: {trip.what} keeps its text through the tokenizer: {trip.num_turns} turns,"
+            f" {trip.num_tokens} tokens of engine.context={settings.engine.context}, {trip.num_sampled} of them sampled"
+        )
+    return {tag: asdict(trip) for tag, trip in trips.items()}
 
 
 def _sharded_size(model: Model, rules: Rules, axes: Mapping[str, int]) -> int:

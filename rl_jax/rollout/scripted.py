@@ -18,6 +18,7 @@ from rl_jax.ledger import EpisodeRef
 from rl_jax.rewards.check import failed, from_steps
 from rl_jax.rollout.assembly import assemble
 from rl_jax.rollout.episode import Episode, EpisodeRules, EpisodeTools, run_episode
+from rl_jax.tokens import encodable
 from rl_jax.types import (
     FinishReason,
     Group,
@@ -59,9 +60,13 @@ class ScriptSampler:
         return handle
 
     async def generate(self, request: TurnRequest) -> Turn:
-        """Raises TurnError "script" if the text does not fit into the turn."""
+        """Raises TurnError "script" if the text does not fit into the turn, or does not come back from its tokens."""
         text = await self._handles[request.uid].script(request.seed, self._plan.skill)
         tokens = np.array([*self._tokenizer.encode(text), self._tokenizer.end], np.int32)
+        if (decoded := self._tokenizer.decode(tokens[:-1])) != encodable(text):
+            raise TurnError(
+                "script", "script", f"the script's {text[:80]!r} is {decoded[:80]!r} once tokenized"
+            )
         if len(tokens) > request.max_new_tokens:
             raise TurnError(
                 "script",
@@ -102,7 +107,14 @@ class ScriptSampler:
 async def scripted_trajectories(
     pool: Any, tasks: Sequence[Task], renderer: Any, rules: EpisodeRules, plan: ScriptPlan
 ) -> list[Group]:
-    """`plan.num` episodes, tasks in turn, as groups of one trajectory each, in the order of the tasks.
+    """scripted_episodes as groups of one trajectory each."""
+    return [_group(e) for e in await scripted_episodes(pool, tasks, renderer, rules, plan)]
+
+
+async def scripted_episodes(
+    pool: Any, tasks: Sequence[Task], renderer: Any, rules: EpisodeRules, plan: ScriptPlan
+) -> list[Episode]:
+    """`plan.num` episodes that ended, tasks in turn, in the order of the tasks.
 
     Deterministic in plan.seed. Raises ScriptError if an episode fails MAX_ATTEMPTS times, or its script is too long.
     """
@@ -124,7 +136,7 @@ async def scripted_trajectories(
     tools = EpisodeTools(sampler, sampler.open_env, close_env, renderer, count)
     live = asyncio.Semaphore(NUM_LIVE)
 
-    async def play(i: int) -> Group:
+    async def play(i: int) -> Episode:
         task = tasks[i % len(tasks)]
         async with live:
             detail = ""
@@ -134,11 +146,11 @@ async def scripted_trajectories(
                 episode = Episode(ref, task, plan.seed, rules)
                 await run_episode(episode, tools, lambda: None)
                 if episode.failure is None:
-                    return _group(episode)
+                    return episode
                 detail = episode.failure.detail
                 if episode.failure.boundary != "env":
                     break
-        raise ScriptError(f"warm start: {detail}")
+        raise ScriptError(f"scripted episode: {detail}")
 
     players = [asyncio.create_task(play(i)) for i in range(plan.num)]
     try:

@@ -53,7 +53,9 @@ class Slots:
     def places(self) -> dict[str, tuple[str, ...]]:
         """The places of each tag, those that fewest tags may use first."""
         num_tags = self._num_tags()
-        return {tag: tuple(sorted(self._places(tag), key=num_tags.get)) for tag in self._tags}
+        return {
+            tag: tuple(sorted(self._places(tag), key=lambda p: num_tags[p])) for tag in self._tags
+        }
 
     def free(self) -> dict[str, int]:
         """Training episodes that may start now, by place; all together at most `room`."""
