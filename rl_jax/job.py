@@ -115,6 +115,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             replace(settings, run_id=run_dir.run_id),
             plan, meshes, run_dir, progress, renderer, pool, resolve, stack,
         )  # fmt: skip
+        run_dir.status("running", mode=options.mode)
         try:
             _run_mode(job, options.mode)
         except BaseException as error:

@@ -68,6 +68,7 @@ class Recorder:
             trajectories = [t for g in groups for t in g.trajectories]
             write_traces(self._run_dir.rollouts(step, "train"), trajectories, self._render)
         self.progress.step(step, row)
+        self._run_dir.status("running", step=step)
 
     def evaluation(self, version: int, name: str, result: Any) -> None:
         """One row and one line of an evaluation at a pinned version."""

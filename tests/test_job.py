@@ -1,6 +1,7 @@
 """How a job's parts are built, and what it leaves of itself in the process."""
 
 import gc
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ def run(directory, *words):
     return launch.main([CONFIG, f"--run_dir={directory}", "--config.steps=1", *words])
 
 
+@pytest.mark.slow
 def test_each_mesh_of_the_plan_is_built_once(tmp_path, monkeypatch):
     made, make_mesh = [], build.make_mesh
 
@@ -31,21 +33,26 @@ def test_each_mesh_of_the_plan_is_built_once(tmp_path, monkeypatch):
     assert sorted(made) == [(0,), (1,), (2,), (3,), (4, 5)]
 
 
+@pytest.mark.slow
 def test_loop_runs_with_what_was_compiled_frozen_and_the_process_gets_it_back(
     tmp_path, monkeypatch
 ):
-    frozen, loop = [], Driver.run
+    frozen, states, loop = [], [], Driver.run
+
+    def status(name):
+        return json.loads((tmp_path / name / "STATUS.json").read_text())["state"]
 
     def watched(driver):
         frozen.append(gc.get_freeze_count())
+        states.append(status("a"))
         return loop(driver)
 
     monkeypatch.setattr(Driver, "run", watched)
-    before = gc.get_freeze_count()
     for name in ("a", "b"):
         assert run(tmp_path / name) == 0
-        assert gc.get_freeze_count() == 0 == before
+        assert gc.get_freeze_count() == 0
     assert min(frozen) > 10_000
+    assert states == ["running", "done"] and status("b") == "done"
 
 
 def test_servers_that_do_not_compile_in_time_end_the_run_and_dead_ones_wait_for_the_sync():

@@ -66,6 +66,7 @@ def test_sigterm_while_a_batch_is_waited_for_saves_and_the_run_goes_on(
     assert steps == ["step_1", "step_2", "step_3"] and state_of(tmp_path) == "done"
 
 
+@pytest.mark.slow
 def test_sigterm_in_a_replay_saves_and_the_rest_is_trained_after_it(tmp_path, monkeypatch, sampled):
     words = ["--mode=train_only", f"--config.rollout.replay_dir={sampled}"]
     assert run(tmp_path / "whole", *words) == 0
