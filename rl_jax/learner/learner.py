@@ -24,6 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kernels.linear_logprob import Hopper, Split
 from rl_jax.algorithms.algorithm import Algorithm
 from rl_jax.learner.batch import Batch
 from rl_jax.learner.microbatches import Arrays, microbatches, to_rows
@@ -82,7 +83,15 @@ class Learner:
         self.param_shardings: dict[str, NamedSharding] = shardings(model.logical_axes, rules, mesh)
         self._state_shardings = self._shard_state()
         self._state: TrainState | None = None
-        forward = Forward(model, constrainer(rules, mesh), settings.remat, self._chunk, temperature)
+        forward = Forward(
+            model,
+            constrainer(rules, mesh),
+            settings.remat,
+            self._chunk,
+            temperature,
+            split=_split(rules, mesh),
+            hopper=_hopper(mesh),
+        )
         self._step = jax.jit(
             make_step(forward, algorithm, self._optimizer, schedule, settings.grad_clip),
             donate_argnums=0,
@@ -243,6 +252,23 @@ class Learner:
                 f"{message}; learner.max_skipped={self.settings.max_skipped} reached: lower "
                 "learner.learning_rate, or look at the batch and at mismatch metrics"
             )
+
+
+def _split(rules: RulesLike, mesh: Mesh) -> Split | None:
+    """How rows and the vocabulary lie on the mesh, by the rules; None on one device."""
+    if mesh.size == 1:
+        return None
+    axes = named_sharding(("batch", "vocab"), rules, mesh).spec
+    batch, vocab = ((x,) if isinstance(x, str) else tuple(x or ()) for x in (*axes, None, None)[:2])
+    return Split(mesh, batch, vocab)
+
+
+def _hopper(mesh: Mesh) -> Hopper | None:
+    """The cards of the mesh, if they are Hopper GPUs."""
+    device: Any = mesh.devices.flat[0]
+    if device.platform != "gpu" or device.compute_capability != "9.0":
+        return None
+    return Hopper(device.core_count)
 
 
 def _batch_metrics(batch: Batch) -> dict[str, Metric]:

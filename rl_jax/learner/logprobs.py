@@ -1,17 +1,15 @@
-"""Log-probs and entropy of chosen tokens, chunk by chunk: [B, T, V] never exists, forwards or backwards.
+"""Log-probs and entropy of chosen tokens: [B, T, V] never exists, forwards or backwards (kernels/linear_logprob.py).
 
 The distribution is softmax(logits / temperature), in float32, the one that was sampled from; the
-same for the entropy. A chunk's logits are computed, reduced to two numbers a token and dropped; the
-backward pass computes them again. Chunks without a trained token are skipped by a branch, so the
-head costs what is trained. The result does not depend on the size of a chunk beyond the order of
-float32 sums in the gradient.
+same for the entropy. The head runs on what is trained only: chunks of trained tokens that hold none
+are not computed. `token_logprobs` is the formula itself, over logits that are at hand.
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from kernels.linear_logprob import Hopper, Split, linear_logprob
 
 
 def token_logprobs(
@@ -41,41 +39,25 @@ def token_logprobs(
 
 def target_logprobs(
     hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
     index: Int[Array, "B K"],
     tokens: Int[Array, "B K"],
     num_chunks: Int[Array, ""],
-    to_logits: Callable[[jax.Array], jax.Array],
     *,
     chunk: int,
     temperature: float,
+    split: Split | None = None,
+    hopper: Hopper | None = None,
 ) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
     """(log-probs, entropy) of tokens[b, k], which stands at column index[b, k] and is scored from the column before.
 
     Args:    K is a multiple of chunk.  num_chunks: chunks from here on hold nothing and give 0.
-             to_logits: [..., D] -> f32[..., V].
+             split: how rows and vocabulary lie on the mesh; None = on one device.
+             hopper: the card, where its kernels shall compute what they can.
     """
-    B, K = index.shape
+    _, K = index.shape
     assert K % chunk == 0, f"{K} slots are not whole chunks of {chunk}"
-
-    def split(x: jax.Array) -> jax.Array:  # [B, K] -> [K / chunk, B, chunk]
-        return x.reshape(B, K // chunk, chunk).swapaxes(0, 1)
-
-    @jax.checkpoint
-    def score(hidden: jax.Array, columns: jax.Array, targets: jax.Array):
-        before = jnp.maximum(columns - 1, 0)  # an empty slot has column 0
-        picked = jnp.take_along_axis(hidden, before[..., None], axis=1)  # [B, chunk, D]
-        return token_logprobs(to_logits(picked), targets, temperature)
-
-    def step(_, xs):
-        number, columns, targets = xs
-        empty = jnp.zeros(columns.shape, jnp.float32)
-        out = jax.lax.cond(
-            number < num_chunks,
-            lambda: score(hidden, columns, targets),
-            lambda: (empty, empty),
-        )
-        return None, out
-
-    xs = (jnp.arange(K // chunk), split(index), split(tokens))
-    _, (logprobs, entropy) = jax.lax.scan(step, None, xs)
-    return logprobs.swapaxes(0, 1).reshape(B, K), entropy.swapaxes(0, 1).reshape(B, K)
+    before = jnp.maximum(index - 1, 0)  # an empty slot has column 0
+    picked = jnp.take_along_axis(hidden, before[..., None], axis=1)  # [B, K, D]
+    how = {"chunk": chunk, "num_chunks": num_chunks, "split": split, "hopper": hopper}
+    return linear_logprob(picked, head, tokens, temperature, **how)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from kernels.linear_logprob import Hopper, Split
 from rl_jax.algorithms.algorithm import Algorithm, LossInputs
 from rl_jax.learner.logprobs import target_logprobs
 from rl_jax.learner.mismatch import mismatch_totals
@@ -47,6 +48,8 @@ class Forward:
     remat: bool
     chunk: int  # trained tokens of a row whose logits are live at once
     temperature: float
+    split: Split | None = None  # of rows and vocabulary on the train mesh
+    hopper: Hopper | None = None  # cards whose kernels compute log-probs
 
     def __call__(self, params: Params, micro: DeviceBatch) -> tuple[jax.Array, jax.Array]:
         """(log-probs, entropy), f32[R, K], 0 on empty slots."""
@@ -59,12 +62,14 @@ class Forward:
         )
         logprobs, entropy = target_logprobs(
             hidden,
+            self.model.head(params),
             micro["target_index"],
             micro["target_tokens"],
             micro["num_chunks"],
-            lambda h: self.model.logits(params, h),
             chunk=self.chunk,
             temperature=self.temperature,
+            split=self.split,
+            hopper=self.hopper,
         )
         valid = micro["target_mask"]
         return jnp.where(valid, logprobs, 0.0), jnp.where(valid, entropy, 0.0)

@@ -36,10 +36,10 @@ def chunked(case, chunk, temperature=0.7):
     def total(hidden, head):
         logprobs, entropy = target_logprobs(
             hidden,
+            head,
             jnp.asarray(index),
             jnp.asarray(targets),
             num_chunks,
-            lambda h: h @ head,
             chunk=chunk,
             temperature=temperature,
         )
@@ -118,9 +118,7 @@ def test_empty_chunks_are_not_computed(case):
 
     @jax.jit
     def score(hidden):
-        return target_logprobs(
-            hidden, index, tokens, 0, lambda h: h @ head, chunk=8, temperature=1.0
-        )
+        return target_logprobs(hidden, head, index, tokens, 0, chunk=8, temperature=1.0)
 
     logprobs, entropy = score(np.full((B, T, D), np.nan, np.float32))
     assert not logprobs.any() and not entropy.any()
