@@ -39,6 +39,14 @@ class LossInputs:
     segment_ids: Int[Array, "B K"]  # which trajectory of the row, from 1; 0 on empty slots
     turn_ids: Int[Array, "B K"]  # which turn of the trajectory
     old_logprobs: Float[Array, "B K"] | None = None  # at step start, if the algorithm needs them
+    reference_logprobs: Float[Array, "B K"] | None = None  # of the frozen reference
+    teacher_logprobs: Float[Array, "B K"] | None = None  # of the teacher
+    lag: Int[Array, "B K"] | None = None  # consuming version minus the token's
+
+    @property
+    def old(self) -> Float[Array, "B K"]:
+        """Log-probs of the policy that a ratio is taken against: old_logprobs, else those of the sampling policy."""
+        return self.behaviour_logprobs if self.old_logprobs is None else self.old_logprobs
 
 
 class Algorithm(Protocol):

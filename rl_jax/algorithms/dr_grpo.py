@@ -8,8 +8,9 @@ Source: arXiv:2503.20783.
 
 from collections.abc import Sequence
 
-from rl_jax.algorithms.advantages import group_normalised, group_rewards, spread, trains_scored
+from rl_jax.algorithms.advantages import group_rewards, spread, trains_scored
 from rl_jax.algorithms.algorithm import LossInputs
+from rl_jax.algorithms.group_advantages import group_normalised
 from rl_jax.algorithms.ppo import clipped_policy_loss
 from rl_jax.settings import AlgorithmSettings
 from rl_jax.types import Group, Trajectory

@@ -8,8 +8,9 @@ batches are on policy.
 
 from collections.abc import Sequence
 
-from rl_jax.algorithms.advantages import group_rewards, leave_one_out, spread, trains_scored
+from rl_jax.algorithms.advantages import group_rewards, spread, trains_scored
 from rl_jax.algorithms.algorithm import LossInputs
+from rl_jax.algorithms.group_advantages import leave_one_out
 from rl_jax.algorithms.ppo import clipped_policy_loss
 from rl_jax.settings import AlgorithmSettings
 from rl_jax.types import Group, Trajectory

@@ -1,0 +1,70 @@
+"""Preference losses on pairs (DPO, IPO): the loss of a pair, and what it makes of one token.
+
+A pair's loss reads two sequences, which may lie in different rows or microbatches. Its gradient needs no such layout:
+d loss / d log p_t = +-loss'(x) for every token of the chosen (+) and the rejected (-) sequence, and x, the difference of
+the two log-ratios, is known on the host from the log-probs at step start. There is one update a step, so these are the
+log-probs at which the gradient is taken: -A log p with A = -+loss'(x) has exactly the pair's gradient (dpo.py).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+PREFERENCES = ("sigmoid", "ipo")
+
+
+class Side(NamedTuple):
+    """One side of P pairs."""
+
+    logprobs: Float[Array, "P T"]
+    reference: Float[Array, "P T"]
+    mask: Bool[Array, "P T"]
+
+    def sums(self) -> tuple[Float[Array, " P"], Float[Array, " P"]]:
+        """(sum of log-ratios to the reference, trained tokens) of each sequence."""
+        ratio = jnp.where(self.mask, self.logprobs, 0.0) - jnp.where(self.mask, self.reference, 0.0)
+        return ratio.sum(axis=1), self.mask.sum(axis=1).astype(ratio.dtype)
+
+
+class PairLoss(NamedTuple):
+    loss: Float[Array, " P"]
+    margin: Float[Array, " P"]  # beta * (sum of the chosen's log-ratios - the rejected's)
+    live: Bool[Array, " P"]  # False: an empty pair, which counts nowhere
+
+
+def pair_loss(
+    chosen: Side, rejected: Side, *, beta: float = 0.1, kind: str = "sigmoid", label_smoothing: float = 0.0
+) -> PairLoss:
+    """Unreduced; the caller takes the mean over live pairs.
+
+    sigmoid: -(1 - ls) log sigmoid(beta x) - ls log sigmoid(-beta x), x from sums. ipo: (x - 1 / (2 beta))^2, x from
+    means over tokens.
+    Source:  DPO arXiv:2305.18290, IPO arXiv:2310.12036 (log-ratios averaged over tokens, as its authors advise).
+    """
+    (up, num_up), (down, num_down) = chosen.sums(), rejected.sums()
+    live = (num_up > 0) & (num_down > 0)
+    if kind == "sigmoid":
+        z = beta * (up - down)
+        loss = -(1 - label_smoothing) * jax.nn.log_sigmoid(z) - label_smoothing * jax.nn.log_sigmoid(-z)
+    elif kind == "ipo":
+        x = up / jnp.maximum(num_up, 1) - down / jnp.maximum(num_down, 1)
+        loss = jnp.square(x - 1.0 / (2.0 * beta))
+    else:
+        raise ValueError(f"algorithm.preference={kind!r} is unknown; one of {', '.join(PREFERENCES)}")
+    return PairLoss(jnp.where(live, loss, 0.0), beta * (up - down), live)
+
+
+def pair_slope(
+    x: np.ndarray, *, beta: float, kind: str = "sigmoid", label_smoothing: float = 0.0
+) -> np.ndarray:
+    """Host: -d loss / dx of pair_loss, float64[P]; x from sums (sigmoid) or means (ipo)."""
+    x = np.asarray(x, np.float64)
+    if kind == "ipo":
+        return -2.0 * (x - 1.0 / (2.0 * beta))
+    if kind != "sigmoid":
+        raise ValueError(f"algorithm.preference={kind!r} is unknown; one of {', '.join(PREFERENCES)}")
+    wrong = np.exp(-np.logaddexp(0.0, beta * x))  # sigmoid(-beta x)
+    return beta * ((1 - label_smoothing) * wrong - label_smoothing * (1.0 - wrong))
