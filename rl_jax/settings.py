@@ -162,7 +162,8 @@ class LearnerSettings:
     grad_clip: float = 1.0  # global norm
     row_tokens: int = 256  # T of a packed row; at least engine.context
     microbatch_rows: int = 8  # rows of one microbatch, over all devices; divisible by data x fsdp
-    remat: bool = False
+    remat: str = "none"  # none | elementwise | layer: what backward computes again (Model.hidden)
+    attention: str = "auto"  # auto | plain | cudnn | splash; auto takes the device's kernel, if one fits
     logprob_chunk: int = 1024  # positions whose [*, V] logits are live at once
     max_skipped: int = 5  # non-finite updates in a row before the run stops (exit code 6)
 

@@ -126,6 +126,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "group-mean-token-mean",
     ),
     "learner.schedule": ("constant", "linear", "cosine"),
+    "learner.remat": ("none", "elementwise", "layer"),
+    "learner.attention": ("auto", "plain", "cudnn", "splash"),
     "weights.kv": ("recompute", "keep"),
     "metrics.progress": PROGRESS_FORMS,
     "cluster.backend": ("inproc",),

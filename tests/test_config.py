@@ -297,9 +297,9 @@ def test_partial_config_takes_the_defaults(tmp_path):
         Settings(), steps=3, engine=replace(Settings().engine, slots=4)
     )
     overridden = parse(
-        [file, "--config.learner.remat=true", "--config.tasks.sources[0].config.size=8"]
+        [file, "--config.learner.remat=layer", "--config.tasks.sources[0].config.size=8"]
     ).settings
-    assert overridden.learner.remat and overridden.tasks.sources[0].config == {"size": 8}
+    assert overridden.learner.remat == "layer" and overridden.tasks.sources[0].config == {"size": 8}
 
 
 def test_mesh_flag_replaces_the_mesh():

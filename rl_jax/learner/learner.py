@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.linear_logprob import Hopper, Split
 from rl_jax.algorithms.algorithm import Algorithm
+from rl_jax.learner.attention import choose_attention
 from rl_jax.learner.batch import Batch
 from rl_jax.learner.microbatches import Arrays, microbatches, to_rows
 from rl_jax.learner.mismatch import mismatch_metrics
@@ -83,9 +84,13 @@ class Learner:
         self.param_shardings: dict[str, NamedSharding] = shardings(model.logical_axes, rules, mesh)
         self._state_shardings = self._shard_state()
         self._state: TrainState | None = None
+        self.attention, attention = choose_attention(
+            settings.attention, model.settings, rules, mesh
+        )
         forward = Forward(
             model,
             constrainer(rules, mesh),
+            attention,
             settings.remat,
             self._chunk,
             temperature,

@@ -10,7 +10,6 @@ they are, on the device; the host learns of it from the metrics.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,10 @@ import optax
 
 from kernels.linear_logprob import Hopper, Split
 from rl_jax.algorithms.algorithm import Algorithm, LossInputs
+from rl_jax.learner.attention import RowAttention
 from rl_jax.learner.logprobs import target_logprobs
 from rl_jax.learner.mismatch import mismatch_totals
 from rl_jax.learner.optimizer import Schedule
-from rl_jax.models.attention import Attend, attention, causal_segment_mask
 from rl_jax.models.model import Constrain, Model, Params
 
 DeviceBatch = dict[str, jax.Array]  # microbatches.py
@@ -41,22 +40,25 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Forward:
-    """The policy's log-probs of the trained tokens of one microbatch."""
+    """The policy's log-probs of the trained tokens of one microbatch, from params in the compute dtype."""
 
     model: Model
     constrain: Constrain
-    remat: bool
+    attention: RowAttention
+    remat: str
     chunk: int  # trained tokens of a row whose logits are live at once
     temperature: float
     split: Split | None = None  # of rows and vocabulary on the train mesh
     hopper: Hopper | None = None  # cards whose kernels compute log-probs
 
+    def cast(self, params: Params) -> Params:
+        """What servers hold too, so numbers are theirs; once a step, not a microbatch."""
+        return self.model.cast(params, self.model.settings.dtype)
+
     def __call__(self, params: Params, micro: DeviceBatch) -> tuple[jax.Array, jax.Array]:
         """(log-probs, entropy), f32[R, K], 0 on empty slots."""
-        # Servers hold params cast to the compute dtype; casting all of them here gives the same numbers.
-        params = self.model.cast(params, self.model.settings.dtype)
         positions = micro["positions"]
-        attend = row_attention(positions, micro["segment_ids"])
+        attend = self.attention(positions, micro["segment_ids"])
         hidden = self.model.hidden(
             params, micro["tokens"], positions, attend, self.remat, self.constrain
         )
@@ -73,30 +75,6 @@ class Forward:
         )
         valid = micro["target_mask"]
         return jnp.where(valid, logprobs, 0.0), jnp.where(valid, entropy, 0.0)
-
-
-def row_attention(positions: jax.Array, segments: jax.Array) -> Attend:
-    """Causal attention inside each segment of rows [R, T], in blocks of queries.
-
-    A row's columns are in time order, so a block of queries looks at no key beyond its own end: four
-    blocks skip 3/8 of the scores, and each block's are small enough to stay in cache.
-    """
-    T = positions.shape[1]
-    size = max(ceil(T / 4), 64)  # below 64 queries a block costs more to launch than it saves
-    spans = [(start, min(start + size, T)) for start in range(0, T, size)]
-    masks = [
-        causal_segment_mask(positions[:, a:b], positions[:, :b], segments[:, a:b], segments[:, :b])
-        for a, b in spans
-    ]
-
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        blocks = [
-            attention(q[:, a:b], k[:, :b], v[:, :b], mask)
-            for (a, b), mask in zip(spans, masks, strict=True)
-        ]
-        return jnp.concatenate(blocks, axis=1)
-
-    return attend
 
 
 def make_step(
@@ -121,8 +99,10 @@ def make_step(
     gradient = jax.value_and_grad(loss, has_aux=True)
 
     def step(state: TrainState, batch: DeviceBatch) -> tuple[TrainState, dict]:
+        params = forward.cast(state.params)
+
         def add(i, carry):
-            (value, (sums, logprobs)), grads = gradient(state.params, microbatch(batch, i))
+            (value, (sums, logprobs)), grads = gradient(params, microbatch(batch, i))
             total = jax.tree.map(
                 lambda a, b: a + b.astype(a.dtype),
                 (carry["loss"], carry["grads"], carry["sums"]),
@@ -131,10 +111,10 @@ def make_step(
             kept = jax.lax.dynamic_update_index_in_dim(carry["logprobs"], logprobs, i, 0)
             return dict(zip(("loss", "grads", "sums"), total), logprobs=kept)
 
-        sums_of = jax.eval_shape(loss, state.params, microbatch(batch, 0))[1][0]
+        sums_of = jax.eval_shape(loss, params, microbatch(batch, 0))[1][0]
         zeros = {
             "loss": jnp.float32(0),
-            "grads": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params),
+            "grads": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
             "sums": jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), sums_of),
             "logprobs": jnp.zeros(batch["target_mask"].shape, jnp.float32),
         }
@@ -176,6 +156,8 @@ def make_score(forward: Forward) -> Callable[[Params, DeviceBatch], jax.Array]:
     """score(params, batch) -> log-probs of the trained tokens, f32[M, R, K]."""
 
     def score(params: Params, batch: DeviceBatch) -> jax.Array:
+        params = forward.cast(params)
+
         def one(i, out):
             logprobs, _ = forward(params, microbatch(batch, i))
             return jax.lax.dynamic_update_index_in_dim(out, logprobs, i, 0)

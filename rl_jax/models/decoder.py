@@ -6,13 +6,16 @@ GPU, and one tree for train, sync and serve. Norms, rope and softmax are float32
 in float32, activations are settings.dtype.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kernels.packed_attention import SAVED as ATTENTION
 from rl_jax.models.attention import Attend, apply_rope, rope_angles
-from rl_jax.models.layers import RMSNorm, linear, weight
+from rl_jax.models.layers import MATMUL, RMSNorm, linear, lookup, weight
 from rl_jax.models.model import Constrain, Model, model_from_module
 from rl_jax.settings import ModelSettings
 
@@ -113,14 +116,14 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         attend: Attend,
-        remat: bool,
+        remat: str,
         constrain: Constrain,
     ) -> Float[Array, "B T D"]:
         """See Model.hidden. An id outside the vocabulary reads the nearest row: padding is any."""
         axes = ("batch", "length", None)
         # A table split over D would give rows split over D, on axes that the batch needs.
         table = constrain(self.embed[...], ("vocab", None))
-        x = jnp.take(table, tokens, axis=0, mode="clip")  # before the cast: of the rows read only
+        x = lookup(table, tokens)  # before the cast: of the rows read only
         x = constrain(x.astype(self.settings.dtype), axes)
         angles = rope_angles(positions, self.settings.head_dim, self.settings.rope_theta)
         for index, layer in enumerate(self.layers):
@@ -128,12 +131,20 @@ class Decoder(nnx.Module):
             def apply(x, angles, layer=layer, index=index):
                 return constrain(layer(x, angles, index, attend), axes)
 
-            x = jax.checkpoint(apply)(x, angles) if remat else apply(x, angles)
+            x = recomputed(apply, remat)(x, angles)
         return self.final_norm(x)
 
     def head(self) -> Float[Array, "D V"]:
         matrix = self.embed[...].T if self.unembed is None else self.unembed[...]
         return matrix.astype(self.settings.dtype)
+
+
+def recomputed(apply: Callable, remat: str) -> Callable:
+    """apply, with what of it the backward pass computes again rather than reads: see Model.hidden."""
+    if remat == "none":
+        return apply
+    kept = {"elementwise": (MATMUL, ATTENTION), "layer": (ATTENTION,)}[remat]
+    return jax.checkpoint(apply, policy=jax.checkpoint_policies.save_only_these_names(*kept))
 
 
 def build_model(settings: ModelSettings, vocab_size: int) -> Model:

@@ -70,13 +70,14 @@ class Model:
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         attend: Attend,
-        remat: bool = False,
+        remat: str = "none",
         constrain: Constrain = unconstrained,
     ) -> Float[Array, "B T D"]:
         """Final-normed hidden states in settings.dtype; logits for token t + 1 come from [:, t].
 
-        attend is called once per layer, in order, and may keep the k and v it is given. With remat
-        each layer is computed again in the backward pass, so attend must then be pure. constrain
+        attend is called once per layer, in order, and may keep the k and v it is given. remat is what
+        the backward pass computes again, and attend must then be pure: "none", "elementwise" (all but
+        products with weights and a kernel's attention) or "layer" (all but the latter). constrain
         sees the embedding table as ("vocab", None) and activations as ("batch", "length", None):
         without it XLA may split activations over the axes that fsdp splits weights over.
         """

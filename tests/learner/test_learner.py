@@ -149,7 +149,7 @@ MORE_LAYOUTS = [
     ({}, {"microbatch_rows": 1, "logprob_chunk": 7}),
     ({"data": 2}, {"microbatch_rows": 2}),
     ({"data": 4}, {"microbatch_rows": 8, "row_tokens": 128}),
-    ({}, {"microbatch_rows": 8, "row_tokens": 64, "remat": True}),
+    ({}, {"microbatch_rows": 8, "row_tokens": 64, "remat": "layer"}),
     ({"fsdp": 2, "tensor": 2}, {"microbatch_rows": 2, "logprob_chunk": 1024}),
 ]
 

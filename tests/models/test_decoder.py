@@ -42,7 +42,7 @@ def batch():
     return tokens, np.tile(positions, (B, 1)), np.tile(segments, (B, 1))
 
 
-def packed_logits(model, params, tokens, positions, segments, remat=False, **kwargs):
+def packed_logits(model, params, tokens, positions, segments, remat="none", **kwargs):
     """f32[B, T, V] as the learner computes them: whole rows, causal within a segment."""
     mask = causal_segment_mask(positions, positions, segments, segments)
     attend = lambda layer, q, k, v: attention(q, k, v, mask)
@@ -181,16 +181,17 @@ def test_jit_equals_no_jit():
 
 
 @functools.cache
-def one_device_gradients(remat: bool = False):
+def one_device_gradients(remat: str = "none"):
     """(loss, gradients) of a one-layer model with every option; deeper ones only compile longer."""
     model, params = model_and_params(True, num_layers=1)
     step = jax.jit(jax.value_and_grad(functools.partial(squared_logits, model, remat=remat)))
     return step(params, *batch())
 
 
-def test_remat_gives_the_same_gradients():
+@pytest.mark.parametrize("remat", ["elementwise", "layer"])
+def test_remat_gives_the_same_gradients(remat):
     loss, gradients = one_device_gradients()
-    remat_loss, remat_gradients = one_device_gradients(remat=True)
+    remat_loss, remat_gradients = one_device_gradients(remat)
     np.testing.assert_allclose(loss, remat_loss, rtol=1e-6)
     for name, gradient in gradients.items():
         assert np.abs(gradient).max() > 0, f"{name} has no gradient"
