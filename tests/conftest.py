@@ -8,3 +8,7 @@ from rl_jax.backend import enable_compile_cache, simulate_cpu_devices
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 simulate_cpu_devices(8)
 enable_compile_cache(Path(__file__).resolve().parents[1] / ".cache" / "xla")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--cases", help="a file of worked cases for tests/algorithms/test_cases.py")

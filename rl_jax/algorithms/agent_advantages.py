@@ -70,7 +70,11 @@ def group_in_group(
     valid = np.ones(len(groups), bool) if valid is None else np.asarray(valid) != 0
     _, first, of_row = np.unique(trajectories, return_index=True, return_inverse=True)
     episode = group_normalised(
-        np.asarray(episode_returns)[first], groups[first], valid[first], std_scope=std_scope, eps=eps
+        np.asarray(episode_returns)[first],
+        groups[first],
+        valid[first],
+        std_scope=std_scope,
+        eps=eps,
     )[of_row]
     peers = dense_ids(list(zip(groups.tolist(), states, strict=True)))
     step = group_normalised(returns, peers, valid, std_scope=std_scope, eps=eps)
@@ -98,7 +102,11 @@ def role_centred(
 
 
 def role_baselined(
-    rewards: np.ndarray, roles: Sequence[str], baselines: Mapping[str, float], *, decay: float = 0.95
+    rewards: np.ndarray,
+    roles: Sequence[str],
+    baselines: Mapping[str, float],
+    *,
+    decay: float = 0.95,
 ) -> tuple[np.ndarray, dict[str, float]]:
     """(reward - the role's running baseline before this reward, the baselines after): b = decay b + (1 - decay) r.
 
@@ -130,7 +138,9 @@ def graph_credit(
         for before, node in zip([None, *path], path):
             through.setdefault(node, []).append(float(value))
             if parent.setdefault(node, before) != before:
-                raise ValueError(f"node {node!r} has two parents; paths that differ share no later node")
+                raise ValueError(
+                    f"node {node!r} has two parents; paths that differ share no later node"
+                )
     mean = {node: float(np.mean(own)) for node, own in through.items()}
     if mode == "mean":
         return mean

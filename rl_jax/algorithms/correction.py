@@ -74,9 +74,7 @@ def normalised_weights(weights: Float[Array, "B K"], g: Gap, level: str) -> Floa
     return weights / jnp.where(mean > 0, mean, 1.0)
 
 
-def passes(
-    g: Gap, *, stat: str, level: str, high: float, low: float = 0.0
-) -> Bool[Array, "B K"]:
+def passes(g: Gap, *, stat: str, level: str, high: float, low: float = 0.0) -> Bool[Array, "B K"]:
     """Tokens that rejection keeps; False off the mask.
 
     Args:    stat: ratio (low <= proximal / behaviour <= high, at token | segment | seq_sum (product) | seq_mean
@@ -97,7 +95,9 @@ def passes(
     elif stat == "k3":
         values = jnp.expm1(clamp(d)) - d
     else:
-        raise ValueError(f"algorithm.correction.reject_stat={stat!r} is unknown; one of ratio, k2, k3")
+        raise ValueError(
+            f"algorithm.correction.reject_stat={stat!r} is unknown; one of ratio, k2, k3"
+        )
     return g.mask & (_at_level(g, level, REJECT_LEVELS, jnp.where(g.mask, values, 0.0)) <= high)
 
 
@@ -121,7 +121,10 @@ def passes_opsm(
 
 
 def m2po_keep(
-    old_logprobs: np.ndarray, behaviour_logprobs: np.ndarray, mask: np.ndarray, threshold: float = 0.04
+    old_logprobs: np.ndarray,
+    behaviour_logprobs: np.ndarray,
+    mask: np.ndarray,
+    threshold: float = 0.04,
 ) -> np.ndarray:
     """Host, whole batch: drops the largest (log old - log behaviour)^2 until the mean of the rest is below threshold.
 
@@ -132,7 +135,10 @@ def m2po_keep(
     keep = np.zeros(mask.shape, bool)
     if not mask.any():
         return keep
-    d = np.asarray(old_logprobs, np.float64)[mask] - np.asarray(behaviour_logprobs, np.float64)[mask]
+    d = (
+        np.asarray(old_logprobs, np.float64)[mask]
+        - np.asarray(behaviour_logprobs, np.float64)[mask]
+    )
     order = np.argsort(np.square(d), kind="stable")
     means = np.cumsum(np.square(d)[order]) / np.arange(1, len(d) + 1)
     below = np.flatnonzero(means < threshold)

@@ -17,7 +17,12 @@ def informative_groups(
 
 
 def groups_in_band(
-    rewards: np.ndarray, groups: np.ndarray, valid: np.ndarray | None = None, *, low: float, high: float
+    rewards: np.ndarray,
+    groups: np.ndarray,
+    valid: np.ndarray | None = None,
+    *,
+    low: float,
+    high: float,
 ) -> np.ndarray:
     """Ids of the groups with low < mean reward < high, both exclusive, ascending."""
     return _kept(rewards, groups, valid, lambda own: len(own) > 0 and low < own.mean() < high)

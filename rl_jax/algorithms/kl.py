@@ -18,9 +18,12 @@ MAX_K3 = 10.0
 
 
 def token_kl(
-    logprobs: Float[Array, "B K"], reference: Float[Array, "B K"], mask: Bool[Array, "B K"], kind: str
+    logprobs: Float[Array, "B K"],
+    reference: Float[Array, "B K"],
+    mask: Bool[Array, "B K"],
+    kind: str,
 ) -> Float[Array, "B K"]:
-    """A KL estimate a token, 0 off the mask: k1 d; k2 d^2 / 2; k3 e^-d + d - 1; k3+ the value of k3 with k2's gradient; abs.
+    """A KL estimate a token, 0 off the mask: k1 d; k2 d^2 / 2; k3 e^-d + d - 1; k3+ k3 with k2's gradient; abs |d|.
 
     k3 clamps d to +-20 and its value to +-10; the gradient is 0 where a clamp is active.
     Source:  Schulman, "Approximating KL divergence" (2020); the straight-through k3+ is verl's.

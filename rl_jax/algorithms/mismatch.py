@@ -32,7 +32,10 @@ def mismatch_measures(
     d = (train - behaviour)[mask]
     w = np.exp(_clamp(d))
     w_sequence = np.exp(_clamp((train - behaviour).sum(axis=1)))
-    log_ppl_train, log_ppl_behaviour = -train.sum(axis=1) / lengths, -behaviour.sum(axis=1) / lengths
+    log_ppl_train, log_ppl_behaviour = (
+        -train.sum(axis=1) / lengths,
+        -behaviour.sum(axis=1) / lengths,
+    )
     log_gap = log_ppl_train - log_ppl_behaviour
     return {
         "k1": float(np.mean(-d)),

@@ -13,6 +13,7 @@ from rl_jax.algorithms.algorithm import LossInputs, Sums
 from rl_jax.algorithms.token_losses import ppo_clip
 from rl_jax.settings import AlgorithmSettings
 
+
 def clipped_policy_loss(
     x: LossInputs, settings: AlgorithmSettings
 ) -> tuple[Float[Array, "B K"], Sums]:

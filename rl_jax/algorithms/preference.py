@@ -1,9 +1,9 @@
 """Preference losses on pairs (DPO, IPO): the loss of a pair, and what it makes of one token.
 
 A pair's loss reads two sequences, which may lie in different rows or microbatches. Its gradient needs no such layout:
-d loss / d log p_t = +-loss'(x) for every token of the chosen (+) and the rejected (-) sequence, and x, the difference of
-the two log-ratios, is known on the host from the log-probs at step start. There is one update a step, so these are the
-log-probs at which the gradient is taken: -A log p with A = -+loss'(x) has exactly the pair's gradient (dpo.py).
+d loss / d log p_t = +-loss'(x) for every token of the chosen (+) and the rejected (-) sequence, and x, the difference
+of the two log-ratios, is known on the host from the log-probs at step start. There is one update a step, so these are
+the log-probs at which the gradient is taken: -A log p with A = -+loss'(x) has exactly the pair's gradient (dpo.py).
 """
 
 from typing import NamedTuple
@@ -36,7 +36,12 @@ class PairLoss(NamedTuple):
 
 
 def pair_loss(
-    chosen: Side, rejected: Side, *, beta: float = 0.1, kind: str = "sigmoid", label_smoothing: float = 0.0
+    chosen: Side,
+    rejected: Side,
+    *,
+    beta: float = 0.1,
+    kind: str = "sigmoid",
+    label_smoothing: float = 0.0,
 ) -> PairLoss:
     """Unreduced; the caller takes the mean over live pairs.
 
@@ -48,12 +53,16 @@ def pair_loss(
     live = (num_up > 0) & (num_down > 0)
     if kind == "sigmoid":
         z = beta * (up - down)
-        loss = -(1 - label_smoothing) * jax.nn.log_sigmoid(z) - label_smoothing * jax.nn.log_sigmoid(-z)
+        loss = -(1 - label_smoothing) * jax.nn.log_sigmoid(
+            z
+        ) - label_smoothing * jax.nn.log_sigmoid(-z)
     elif kind == "ipo":
         x = up / jnp.maximum(num_up, 1) - down / jnp.maximum(num_down, 1)
         loss = jnp.square(x - 1.0 / (2.0 * beta))
     else:
-        raise ValueError(f"algorithm.preference={kind!r} is unknown; one of {', '.join(PREFERENCES)}")
+        raise ValueError(
+            f"algorithm.preference={kind!r} is unknown; one of {', '.join(PREFERENCES)}"
+        )
     return PairLoss(jnp.where(live, loss, 0.0), beta * (up - down), live)
 
 
@@ -65,6 +74,8 @@ def pair_slope(
     if kind == "ipo":
         return -2.0 * (x - 1.0 / (2.0 * beta))
     if kind != "sigmoid":
-        raise ValueError(f"algorithm.preference={kind!r} is unknown; one of {', '.join(PREFERENCES)}")
+        raise ValueError(
+            f"algorithm.preference={kind!r} is unknown; one of {', '.join(PREFERENCES)}"
+        )
     wrong = np.exp(-np.logaddexp(0.0, beta * x))  # sigmoid(-beta x)
     return beta * ((1 - label_smoothing) * wrong - label_smoothing * (1.0 - wrong))

@@ -62,7 +62,9 @@ def _scan(combine: Callable, values: jax.Array, starts: jax.Array, neutral: floa
     return values
 
 
-def _scan_back(combine: Callable, values: jax.Array, starts: jax.Array, neutral: float) -> jax.Array:
+def _scan_back(
+    combine: Callable, values: jax.Array, starts: jax.Array, neutral: float
+) -> jax.Array:
     """The same from the right end."""
     ends = jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], axis=1)
     return _scan(combine, values[:, ::-1], ends[:, ::-1], neutral)[:, ::-1]

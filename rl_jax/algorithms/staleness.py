@@ -36,7 +36,9 @@ def buffer_limit(max_staleness: int, batch: int) -> int:
     return (1 + max_staleness) * batch
 
 
-def capacity(version: int, accepted: int, running: int, *, max_staleness: int, batch: int, slots: int) -> int:
+def capacity(
+    version: int, accepted: int, running: int, *, max_staleness: int, batch: int, slots: int
+) -> int:
     """How many more may start: min((max_staleness + version + 1) batch - accepted - running, slots - running).
 
     Source:  AReaL arXiv:2505.24298. May be negative after a resume with a smaller bound.

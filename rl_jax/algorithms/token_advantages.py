@@ -29,9 +29,7 @@ def whiten_parts(
     E[x^2] - E[x]^2 would cancel.
     """
     masks = [np.asarray(mask) != 0 for _, mask in parts]
-    values = [
-        np.where(mask, np.asarray(x, np.float64), 0.0) for (x, _), mask in zip(parts, masks)
-    ]
+    values = [np.where(mask, np.asarray(x, np.float64), 0.0) for (x, _), mask in zip(parts, masks)]
     count = sum(int(mask.sum()) for mask in masks)
     if count <= 1:
         return [np.zeros_like(x) for x in values]
@@ -44,7 +42,9 @@ def whiten_parts(
     return [np.where(mask, (x - mean) * scale + offset, 0.0) for x, mask in zip(values, masks)]
 
 
-def discounted_returns(token_rewards: np.ndarray, mask: np.ndarray, gamma: float = 1.0) -> np.ndarray:
+def discounted_returns(
+    token_rewards: np.ndarray, mask: np.ndarray, gamma: float = 1.0
+) -> np.ndarray:
     """G_t = r_t + gamma G of the next trained token; REINFORCE++ whitens it. Source: arXiv:2501.03262."""
     zeros = np.zeros(np.shape(mask), np.float64)
     return gae(token_rewards, zeros, mask, gamma=gamma, lam=1.0)[0]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from rl_jax.algorithms.ppo import log_ratio
+from rl_jax.algorithms.ratios import log_ratio
 from rl_jax.metrics import Metric
 
 MAX_LAG = 3

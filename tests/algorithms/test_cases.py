@@ -1,245 +1,109 @@
-"""Every function of this version against worked cases: float64 values from the formulas.
+"""Every operation against worked cases: float64 values of the formulas, gradients by finite differences.
 
-Gradients of the cases are finite differences. Each case also runs with NaN, +inf and -inf wherever
-the mask is 0, with three more padded columns and two empty rows, and with its rows reversed; all
-under jit. Tolerance |a - b| <= 5e-5 max(1, |b|), for float32.
+`python -m pytest tests/algorithms/test_cases.py --cases FILE` runs any file of this format; the failures name each
+operation that is missing or off. Each case runs in float64 (1e-9) and float32 (5e-5) under jit, gradients by jax.grad.
+What must not matter is tried as well: NaN and inf at mask 0, padding, the order of rows, jit, packing, devices.
 """
 
-import json
-from dataclasses import replace
-from pathlib import Path
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.algorithms.advantages import group_normalised, leave_one_out
-from rl_jax.algorithms.aggregate import token_weights
-from rl_jax.algorithms.algorithm import LossInputs
-from rl_jax.algorithms.ppo import ppo_clip
-from rl_jax.algorithms.sft import Sft
-from rl_jax.learner.logprobs import token_logprobs
-from rl_jax.learner.mismatch import mismatch_metrics, mismatch_totals
-from rl_jax.settings import AlgorithmSettings
+from rl_jax.algorithms.token_advantages import whiten_parts
+from tests.algorithms.case_losses import LOSSES
+from tests.algorithms.case_runs import JUNK, OPS, compare, run_case
 
-CASES = json.loads((Path(__file__).parent / "cases.json").read_text())
-TOLERANCE = 5e-5
-VARIANTS = ("plain", "nan", "inf", "-inf", "padded", "reversed")
+FEW = ("agg", "loss.ppo", "loss.gspo", "loss.kl_cov")  # by token, by sequence, by batch
 
 
-def cases(*ops):
-    found = [case for case in CASES if case["op"] in ops]
-    assert found, f"no case of {ops}"
-    return pytest.mark.parametrize("case", found, ids=[case["name"] for case in found])
+def has_mask(case):
+    return OPS.get(case["op"]) is not None and "mask" in case["inputs"]
 
 
-def check(got, want, name):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape, name
-    worst = np.max(np.abs(got - want) / np.maximum(1.0, np.abs(want)), initial=0.0)
-    assert worst <= TOLERANCE, f"{name} is off by {worst}"
+def check(case, dtype="float64", **run):
+    if case["op"] not in OPS:
+        pytest.fail(f"operation {case['op']} is missing from the table")
+    wrong = compare(run_case(case, dtype, **run), case, dtype)
+    assert not wrong, "; ".join(wrong)
 
 
-def rearranged(arrays, mask, variant):
-    """The arrays [B, T, ...] and their mask in one of the VARIANTS."""
-    arrays = {name: np.asarray(a, np.float64) for name, a in arrays.items()}
-    mask = np.asarray(mask, np.float64) != 0
-    if variant in ("nan", "inf", "-inf"):
-        bad = ~mask
-        for name, a in arrays.items():
-            spread = bad.reshape(bad.shape + (1,) * (a.ndim - 2))
-            arrays[name] = np.where(spread, float(variant), a)
-    elif variant == "padded":
-        pads = {n: [(0, 2), (0, 3)] + [(0, 0)] * (a.ndim - 2) for n, a in arrays.items()}
-        arrays = {n: np.pad(a, pads[n], constant_values=7.0) for n, a in arrays.items()}
-        mask = np.pad(mask, [(0, 2), (0, 3)])
-    elif variant == "reversed":
-        arrays, mask = {n: a[::-1] for n, a in arrays.items()}, mask[::-1]
-    return arrays, mask
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_case(case, dtype):
+    check(case, dtype)
 
 
-def restored(array, shape, variant):
-    """Back to the case's own rows and columns."""
-    array = np.asarray(array)
-    if variant == "padded":
-        return array[: shape[0], : shape[1]]
-    return array[::-1] if variant == "reversed" else array
+def test_junk_off_the_mask_changes_nothing(masked_case):
+    for junk in JUNK:
+        check(masked_case, variant=junk)
 
 
-def weights_of(case, mask):
-    """f32[B, T] of the case's aggregation."""
-    params = case["params"]
-    return np.float32(
-        token_weights(mask, params.get("agg", "token-mean"), norm_length=params.get("norm_len", 0))
-    )
+def test_order_of_rows_changes_nothing(rows_case):
+    check(rows_case, variant="reversed")
 
 
-# Jitted once, with everything as arguments: cases of one shape share a program.
-@jax.jit
-def run_ppo(logp, old_logp, advantages, mask, weights, low, high, dual):
-    def weighted(logp):
-        loss, clipped, dualled = ppo_clip(
-            logp, old_logp, advantages, mask, clip_low=low, clip_high=high, dual_clip=dual
-        )
-        return jnp.where(mask, weights * loss, 0.0).sum(), (loss, clipped, dualled)
-
-    return jax.value_and_grad(weighted, has_aux=True)(logp)
+def test_padding_changes_nothing(padded_case):
+    check(padded_case, variant="padded")
 
 
-@jax.jit
-def run_entropy(logits, temperature, mask, weights):
-    def weighted(logits):
-        _, entropy = token_logprobs(logits, jnp.zeros(mask.shape, int), temperature)
-        entropy = jnp.where(mask, entropy, 0.0)
-        return (weights * entropy).sum(), entropy
-
-    return jax.value_and_grad(weighted, has_aux=True)(logits)
+def test_jit_changes_nothing(few_case):
+    with jax.disable_jit():
+        check(few_case)
 
 
-run_mismatch = jax.jit(mismatch_totals)
+@pytest.mark.parametrize("per_row", [2, 3])
+def test_packing_changes_nothing(packed_case, per_row):
+    """Several sequences a row, trained tokens only: the learner's layout."""
+    check(packed_case, per_row=per_row)
 
 
-@cases("adv.grpo", "adv.rloo")
-def test_advantages(case):
-    inputs, params = case["inputs"], dict(case["params"])
-    estimate = group_normalised if case["op"] == "adv.grpo" else leave_one_out
-    got = estimate(inputs["rewards"], inputs["groups"], inputs.get("valid"), **params)
-    mask = np.asarray(inputs["mask"])
-    for name, value in (("seq", got), ("token", got[:, None] * mask)):
-        want = np.asarray(case["expected"][f"{name}_advantages"])
-        assert np.max(np.abs(value - want)) <= 1e-9, name
+def test_two_devices_change_nothing(few_case):
+    check(few_case, num_devices=2)
 
 
-@cases("agg")
-def test_aggregation(case):
-    inputs, params = case["inputs"], case["params"]
-    x = np.asarray(inputs["x"])
-    weights = token_weights(
-        inputs["mask"], params["agg"], inputs.get("groups"), params.get("norm_len", 0)
-    )
-    assert abs((weights * x).sum() - case["expected"]["loss"]) <= 1e-9
-    assert np.max(np.abs(weights - case["expected"]["grad_x"])) <= 1e-9
+def test_four_devices_change_nothing(loss_case):
+    check(loss_case, num_devices=4)
 
 
-@cases("agg.microbatch")
-def test_parts_of_a_split_batch_add_up_to_the_whole(case):
-    inputs, params = case["inputs"], case["params"]
-    weighted = np.asarray(inputs["x"]) * token_weights(
-        inputs["mask"], params["agg"], norm_length=params.get("norm_len", 0)
-    )
-    parts = [weighted[rows].sum() for rows in params["splits"]]
-    assert np.max(np.abs(np.array(parts) - case["expected"]["parts"])) <= 1e-9
-    assert abs(sum(parts) - case["expected"]["loss"]) <= 1e-9
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_whitening_of_parts_is_whitening_of_the_whole(whiten_case, num_parts):
+    x, mask = (np.asarray(whiten_case["inputs"][n], float) for n in ("x", "mask"))
+    parts = list(zip(np.array_split(x, num_parts), np.array_split(mask, num_parts)))
+    shift = whiten_case["params"].get("shift", True)
+    whole = np.concatenate(whiten_parts(parts, shift=shift))
+    assert not compare({"whitened": whole}, whiten_case, "float64")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@cases("loss.ppo")
-def test_ppo_clip(case, variant):
-    inputs, params, expected = case["inputs"], case["params"], case["expected"]
-    shape = np.shape(inputs["mask"])
-    advantages = np.asarray(inputs["advantages"])
-    if advantages.ndim == 1:
-        advantages = np.broadcast_to(advantages[:, None], shape)
-    arrays = {n: inputs[n] for n in ("logp", "old_logp")} | {"advantages": advantages}
-    arrays, mask = rearranged(arrays, inputs["mask"], variant)
-
-    (loss, (per_token, clipped, dual)), grad = run_ppo(
-        *(np.float32(arrays[n]) for n in ("logp", "old_logp", "advantages")),
-        mask,
-        weights_of(case, mask),
-        params.get("clip_low", 0.2),
-        params.get("clip_high", 0.2),
-        params.get("clip_c"),
-    )
-    check(loss, expected["loss"], "loss")
-    check(restored(per_token, shape, variant), expected["per_token_loss"], "per_token_loss")
-    check(restored(grad, shape, variant), expected["grad_logp"], "grad_logp")
-    num_tokens = max(mask.sum(), 1)
-    check(clipped.sum() / num_tokens, expected["clip_frac"], "clip_frac")
-    check(dual.sum() / num_tokens, expected["dual_clip_frac"], "dual_clip_frac")
+def first_of_each(cases):
+    """One case an operation: the one with most trained tokens, an empty row preferred."""
+    best = {}
+    for case in cases:
+        mask = np.asarray(case["inputs"].get("mask", [[1]]))
+        score = (not mask.any(axis=-1).all(), mask.sum())
+        if case["op"] not in best or score > best[case["op"]][0]:
+            best[case["op"]] = (score, case)
+    return [case for _, case in best.values()]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@cases("loss.sft")
-def test_sft(case, variant):
-    shape = np.shape(case["inputs"]["mask"])
-    arrays, mask = rearranged({"logp": case["inputs"]["logp"]}, case["inputs"]["mask"], variant)
-
-    zeros = np.zeros(mask.shape, np.float32)
-    x = LossInputs(zeros, zeros, zeros, zeros, mask, zeros, zeros)
-    weights = weights_of(case, mask)
-
-    def weighted(logp):
-        loss, _ = Sft(AlgorithmSettings()).token_loss(replace(x, logprobs=logp))
-        return (weights * loss).sum()
-
-    loss, grad = jax.value_and_grad(weighted)(jnp.float32(arrays["logp"]))
-    check(loss, case["expected"]["loss"], "loss")
-    check(restored(grad, shape, variant), case["expected"]["grad_logp"], "grad_logp")
+def fixtures(cases):
+    """Fixture name -> the cases it stands for."""
+    known = [case for case in cases if case["op"] in OPS]
+    chosen = first_of_each(known)
+    rows = {op: OPS[op].rows for op in OPS}
+    return {
+        "case": cases,
+        "masked_case": [c for c in known if has_mask(c) or OPS[c["op"]].own_mask],
+        "rows_case": [c for c in known if rows[c["op"]] != "fixed"],
+        "padded_case": [c for c in known if rows[c["op"]] == "mask" and has_mask(c)],
+        "few_case": [c for c in chosen if c["op"] in FEW],
+        "packed_case": [c for c in known if c["op"] in LOSSES],
+        "loss_case": [c for c in chosen if c["op"] in LOSSES],
+        "whiten_case": [c for c in known if c["op"] == "adv.whiten"],
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", ("plain", "padded", "reversed"))
-@cases("loss.entropy")
-def test_entropy(case, variant):
-    params, shape = case["params"], np.shape(case["inputs"]["mask"])
-    arrays, mask = rearranged({"z": case["inputs"]["logits"]}, case["inputs"]["mask"], variant)
+def pytest_generate_tests(metafunc):
+    from tests.algorithms.conftest import load_cases
 
-    weights = -params["coef"] * weights_of(case, mask)
-    (loss, entropy), grad = run_entropy(
-        np.float32(arrays["z"]), params["temperature"], mask, np.float32(weights)
-    )
-    check(loss, case["expected"]["loss"], "loss")
-    check(restored(entropy, shape, variant), case["expected"]["entropy"], "entropy")
-    check(restored(grad, shape, variant), case["expected"]["grad_logits"], "grad_logits")
-
-
-@cases("num.logprob")
-def test_logprob(case):
-    logits = jnp.float32(case["inputs"]["logits"])
-    targets = jnp.asarray(case["inputs"]["targets"])
-    keep = None
-    if "keep_ids" in case["inputs"]:
-        keep = np.zeros(logits.shape, bool)
-        for row, ids in enumerate(case["inputs"]["keep_ids"]):
-            keep[row, [*ids, case["inputs"]["targets"][row]]] = True
-
-    @jax.jit
-    def run(logits):
-        temperature = case["params"].get("temperature", 1.0)
-        logprobs, entropy = token_logprobs(logits, targets, temperature, keep)
-        return logprobs.sum(), (logprobs, entropy)
-
-    (_, (logprobs, entropy)), grad = jax.value_and_grad(run, has_aux=True)(logits)
-    check(logprobs, case["expected"]["logp"], "logp")
-    check(grad, case["expected"]["grad_logits"], "grad_logits")
-    assert np.isfinite(entropy).all()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@cases("mismatch.metrics")
-def test_mismatch(case, variant):
-    """The token-level outputs of the case; per-sequence ones are not in this version."""
-    arrays, mask = rearranged(
-        {n: case["inputs"][n] for n in ("train_logp", "rollout_logp")},
-        case["inputs"]["mask"],
-        variant,
-    )
-    zeros = np.zeros(mask.shape, np.int32)
-    totals = run_mismatch(
-        np.float32(arrays["train_logp"]),
-        np.float32(arrays["rollout_logp"]),
-        mask,
-        zeros,
-        zeros != 0,
-    )
-    metrics = mismatch_metrics(jax.device_get(totals))
-    names = {
-        "k1": "mismatch/k1",
-        "k3": "mismatch/k3",
-        "abs_logp_diff": "mismatch/abs_mean_lag0_pure",
-        "max_abs_logp_diff": "mismatch/abs_max",
-        "ess_token": "is/ess",
-    }
-    for key, name in names.items():
-        check(metrics[name].mean, case["expected"][key], key)
+    for name, cases in fixtures(load_cases(metafunc.config)).items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, cases, ids=[case["name"] for case in cases])

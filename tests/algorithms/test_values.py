@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.algorithms.advantages import group_normalised, is_scored, leave_one_out
+from rl_jax.algorithms.advantages import is_scored
 from rl_jax.algorithms.aggregate import AGGREGATIONS, sequence_weights, token_weights
 from rl_jax.algorithms.algorithm import LossInputs
 from rl_jax.algorithms.dr_grpo import DrGrpo
+from rl_jax.algorithms.group_advantages import group_normalised, leave_one_out
 from rl_jax.algorithms.grpo import Grpo
-from rl_jax.algorithms.ppo import ppo_clip
 from rl_jax.algorithms.rloo import Rloo
 from rl_jax.algorithms.sft import Sft
+from rl_jax.algorithms.token_losses import ppo_clip
 from rl_jax.settings import AlgorithmSettings
 from rl_jax.testing.trajectories import fake_group, fake_trajectory
 from rl_jax.types import Outcome, Reward
