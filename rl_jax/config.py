@@ -24,6 +24,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rl_jax import schema
+from rl_jax.algorithms.options import resolved
 from rl_jax.overrides import Override, parse_overrides, resolve
 from rl_jax.settings import Settings
 from rl_jax.validate import MODES, check, foreign_packages
@@ -102,8 +103,11 @@ def parse(argv: Sequence[str]) -> Parsed:
 
 
 def _filled(settings: Settings) -> Settings:
-    """A 0 that stands for a value of another section becomes that value, here only: a part sees its own section."""
-    algorithm = settings.algorithm
+    """None becomes the algorithm's own value, and a 0 that stands for a value of another section that value.
+
+    Here only: what a run stores and a part sees is resolved, and a part sees its own section.
+    """
+    algorithm = resolved(settings.algorithm)
     if algorithm.aggregation == "seq-mean-token-sum-norm" and not algorithm.max_response_tokens:
         algorithm = replace(algorithm, max_response_tokens=settings.engine.context)
     return replace(settings, algorithm=algorithm)

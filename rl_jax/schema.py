@@ -43,6 +43,8 @@ def describe(annotation: Any) -> str:
     """The type as a person would say it."""
     if annotation in (int, float, bool, str):
         return {int: "an int", float: "a float", bool: "true or false", str: "a string"}[annotation]
+    if annotation is types.NoneType:
+        return "none"
     if is_union(annotation):
         return " or ".join(describe(a) for a in typing.get_args(annotation))
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
@@ -134,6 +136,8 @@ def coerce(value: Any, annotation: Any, where: str, errors: list[str]) -> Any:
         return plain(value, where, errors)
     if is_dataclass(annotation):
         return build(typing.cast(type, annotation), value, where, errors)
+    if annotation is types.NoneType and value is None:
+        return None
     if is_union(annotation):
         return _coerce_union(value, annotation, where, errors)
     if annotation in (int, float, bool, str):

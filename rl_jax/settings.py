@@ -129,16 +129,91 @@ class RewardSettings:
 
 
 @dataclass(frozen=True)
+class CorrectionSettings:
+    """Proximal policy (algorithm.old_policy) over the one that sampled; every bound is on that ratio. None = the
+    algorithm's own."""
+
+    level: str | None = None  # of importance weights: none | token | segment | geometric | sequence
+    mode: str | None = None  # truncate: into [low, high] | mask: 0 outside
+    low: float | None = None
+    high: float | None = None
+    reject_stat: str = (
+        "none"  # none | ratio (in [reject_low, reject_high]) | k2 | k3 (at most high)
+    )
+    reject_level: str = "token"  # token | segment | seq_sum | seq_mean | seq_max
+    reject_low: float = 0.0
+    reject_high: float = 2.0
+    veto: float = 0.0  # a token's ratio below it removes its sequence; 0 = off
+    # mean log-ratio by which a sequence with a negative advantage may have drifted; 0 = off
+    opsm_delta: float = 0.0
+
+
+@dataclass(frozen=True)
+class KlSettings:
+    """To a frozen reference policy."""
+
+    coef: float = 0.0  # 0 = off, and no reference in memory
+    where: str = "loss"  # loss | reward
+    kind: str = "k3"  # k1 | k2 | k3 | k3+ | abs | unbiased
+    target: float = 0.0  # in nats a sequence, adapts coef (in the reward only); 0 = fixed
+    horizon: int = 10_000  # samples over which it adapts
+
+
+@dataclass(frozen=True)
+class OverlongSettings:
+    """Penalty that grows over the last `buffer` of `max_tokens` sampled tokens, to `factor`."""
+
+    buffer: int = 0  # 0 = off
+    max_tokens: int = 0
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class FilterSettings:
+    """Groups that are not trained on, by their task rewards, and are replaced."""
+
+    equal_rewards: bool = False  # all equal, or fewer than two (dynamic sampling)
+    mean_above: float | None = None  # keep mean reward above it, exclusive
+    mean_below: float | None = None
+
+
+@dataclass(frozen=True)
 class AlgorithmSettings:
+    """None = the algorithm's own value, of its entry in ALGORITHMS; a key that is not in the entry is not read."""
+
     name: str = "grpo"  # a name of ALGORITHMS
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None  # bound of the loss where the advantage is negative; 0 = off
+    # token-mean | token-sum | seq-mean-token-mean | seq-mean-token-sum | seq-mean-token-sum-norm |
+    # group-mean-token-mean
+    aggregation: str | None = None
+    # what a ratio is taken against. behaviour: the policy that sampled | recompute: the trainer's at step start |
+    # one_update: the same without a forward, ratio 1 | loglinear: between both by age
+    old_policy: str | None = None
+    gamma: float | None = None  # discount of a token's or a turn's reward
+    lam: float | None = None  # of GAE
+    omega: float | None = None  # weight of gigpo's step term
+    ratio_min: float | None = None  # bounds of a detached weight
+    ratio_max: float | None = None
+    tau: float | None = None  # kimi: pull to the old policy
+    tau_pos: float | None = None  # sapo: steepness of the gate by the advantage's sign
+    tau_neg: float | None = None
+    divergence: str | None = None  # dppo: tv | kl
+    div_low: float | None = None
+    div_high: float | None = None
+    weight_level: str | None = None  # topr: sequence | token
+    preference: str | None = None  # dpo: sigmoid | ipo
+    beta: float | None = None
+    label_smoothing: float | None = None
     entropy_coef: float = 0.0
-    # token-mean | seq-mean-token-mean | seq-mean-token-sum-norm | group-mean-token-mean
-    aggregation: str = "token-mean"
     max_response_tokens: int = 0  # the constant L of seq-mean-token-sum-norm; 0 = engine.context
     overlong_filter: bool = False  # truncated trajectories get an empty loss mask
     std_eps: float = 1e-6
+    correction: CorrectionSettings = CorrectionSettings()
+    kl: KlSettings = KlSettings()
+    overlong: OverlongSettings = OverlongSettings()
+    filter: FilterSettings = FilterSettings()
 
 
 @dataclass(frozen=True)
@@ -163,7 +238,9 @@ class LearnerSettings:
     row_tokens: int = 256  # T of a packed row; at least engine.context
     microbatch_rows: int = 8  # rows of one microbatch, over all devices; divisible by data x fsdp
     remat: str = "none"  # none | elementwise | layer: what backward computes again (Model.hidden)
-    attention: str = "auto"  # auto | plain | cudnn | splash; auto takes the device's kernel, if one fits
+    attention: str = (
+        "auto"  # auto | plain | cudnn | splash; auto takes the device's kernel, if one fits
+    )
     logprob_chunk: int = 1024  # positions whose [*, V] logits are live at once
     max_skipped: int = 5  # non-finite updates in a row before the run stops (exit code 6)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_jax import schema
-from rl_jax.algorithms import ALGORITHMS
+from rl_jax.algorithms import ALGORITHMS, options
 from rl_jax.mesh import MeshPlan
 from rl_jax.metrics import PROGRESS_FORMS
 from rl_jax.models import MODELS
@@ -76,11 +76,7 @@ INTERVALS = {
     "rollout.take_timeout_s": "(0, inf)",
     "rewards.timeout_s": "(0, inf)",
     "rewards.workers": "[1, inf)",
-    "algorithm.clip_low": "(0, 1)",
-    "algorithm.clip_high": "(0, inf)",
-    "algorithm.entropy_coef": "[0, inf)",
-    "algorithm.max_response_tokens": "[0, inf)",
-    "algorithm.std_eps": "(0, inf)",
+    **{f"algorithm.{key}": interval for key, interval in options.INTERVALS.items()},
     "warm_start.steps": "[0, inf)",
     "warm_start.batch_episodes": "[1, inf)",
     "warm_start.learning_rate": "(0, inf)",
@@ -119,12 +115,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mesh.platform": ("", "cpu"),
     "rollout.short_group_infra": ("replace", "survivors", "drop"),
     "rollout.short_group_stale": ("drop",),
-    "algorithm.aggregation": (
-        "token-mean",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-        "group-mean-token-mean",
-    ),
+    **{f"algorithm.{key}": choices for key, choices in options.CHOICES.items()},
     "learner.schedule": ("constant", "linear", "cosine"),
     "learner.remat": ("none", "elementwise", "layer"),
     "learner.attention": ("auto", "plain", "cudnn", "splash"),
@@ -153,7 +144,7 @@ def check(settings: Settings, mode: str = "train") -> list[str]:
     values = schema.leaves(schema.to_tree(settings))
     errors = [e for key, text in INTERVALS.items() for e in _interval(key, values[key], text)]
     for key, choices in CHOICES.items():
-        if values[key] not in choices:
+        if values[key] not in (*choices, None):
             known = ", ".join(choice or "nothing" for choice in choices)
             errors.append(f"{key}={values[key]} is not one of {known}")
     for key, table in NAMES.items():
@@ -212,7 +203,9 @@ def _repaired(settings: Settings, wrong: Sequence[str]) -> Settings:
     return settings
 
 
-def _interval(key: str, value: float, text: str) -> Iterator[str]:
+def _interval(key: str, value: float | None, text: str) -> Iterator[str]:
+    if value is None:  # the algorithm's own
+        return
     low, high = (float(part) for part in text[1:-1].split(","))
     inside = (value >= low if text[0] == "[" else value > low) and (
         value <= high if text[-1] == "]" else value < high
@@ -282,26 +275,10 @@ def _engine(s: Settings) -> Iterator[str]:
 
 
 def _algorithm(s: Settings) -> Iterator[str]:
-    a, r = s.algorithm, s.rollout
-    if a.name in ALGORITHMS and a.name != "sft" and r.group_size < 2:
-        yield (
-            f"rollout.group_size={r.group_size}: {a.name} compares the episodes of one task, so 1 gives no gradient;"
-            " use at least 2"
-        )
-    if a.max_response_tokens and a.aggregation != "seq-mean-token-sum-norm":
-        yield (
-            f"algorithm.max_response_tokens={a.max_response_tokens} is read only by aggregation"
-            f" seq-mean-token-sum-norm, not by {a.aggregation}; set it to 0"
-        )
-    for need in sorted(_needs(a.name) - SUPPLIED):
-        yield (
-            f"algorithm.name={a.name} needs {need}, which no pool of mesh {s.mesh.name} computes;"
-            " use an algorithm that does not need it"
-        )
-
-
-def _needs(name: str) -> frozenset[str]:
-    return ALGORITHMS[name][1] if name in ALGORITHMS else frozenset()
+    yield from options.rules(s.algorithm, s.rollout.group_size)
+    for need in sorted(options.needs(s.algorithm) - SUPPLIED):
+        cause, remedy = options.needed_by(s.algorithm, need)
+        yield f"{cause} needs {need}, which no pool of mesh {s.mesh.name} computes; {remedy}"
 
 
 def _batch(s: Settings) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_jax import schema
+from rl_jax.algorithms.options import resolved
 from rl_jax.config import ConfigError, default_config, parse, resolved_json, resolved_python
 from rl_jax.settings import MeshSettings, PoolSettings, RolloutSettings, Settings, TaskSource
 from rl_jax.validate import CHOICES, INTERVALS, NAMES, check, foreign_packages
@@ -120,6 +121,15 @@ BAD = [
     ("--config.model.num_kv_heads=3", "model.num_kv_heads=3 does not divide num_heads=4; use one of [1, 2, 4]"),
     ("--config.model.head_dim=7", "model.head_dim=7 is odd"),
     ("--config.algorithm.max_response_tokens=64", "is read only by aggregation seq-mean-token-sum-norm"),
+    ("--config.algorithm.tau_pos=2", "algorithm.tau_pos=2.0 is not read by grpo but by sapo"),
+    ("--config.algorithm.kl.coef=0.1", "kl.coef=0.1 needs reference_logprobs, which no pool of mesh"),
+    ("--config.algorithm.kl.kind=k2", "has no effect while kl.coef is 0"),
+    ("--config.algorithm.correction.level=token", "set algorithm.old_policy to one_update or recompute"),
+    ("--config.algorithm.correction.veto=2", "algorithm.correction.veto=2.0 must be in [0, 1]"),
+    ("--config.algorithm.correction.reject_high=3", "is read only with reject_stat"),
+    ("--config.algorithm.dual_clip=0.5", "must be above 1, or 0 for none"),
+    ("--config.algorithm.overlong.buffer=8", "below overlong.max_tokens=0"),
+    ("--config.algorithm.old_policy=new", "is not one of behaviour, recompute, one_update, loglinear"),
     ("--config.rollout.replay_dir=x", "is read only by --mode=train_only, not by --mode=train"),
     ("--mode=train_only", "rollout.replay_dir is empty"),
     ("--config.cluster.address=h:1", "cluster.address=h:1 is not used by backend inproc"),
@@ -293,8 +303,12 @@ def test_partial_config_takes_the_defaults(tmp_path):
     file = config_file(
         tmp_path, "def get_config():\n    return ConfigDict({'steps': 3, 'engine': {'slots': 4}})"
     )
+    plain = Settings()
     assert parse([file]).settings == replace(
-        Settings(), steps=3, engine=replace(Settings().engine, slots=4)
+        plain,
+        steps=3,
+        engine=replace(plain.engine, slots=4),
+        algorithm=resolved(plain.algorithm),
     )
     overridden = parse(
         [file, "--config.learner.remat=layer", "--config.tasks.sources[0].config.size=8"]

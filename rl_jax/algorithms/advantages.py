@@ -1,9 +1,11 @@
 """Between trajectories and the estimators' arrays: what counts, what trains, and values back onto tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from rl_jax.algorithms.token_advantages import on_last_token
 from rl_jax.types import Group, Outcome, Trajectory
 
 
@@ -57,3 +59,78 @@ def spread(groups: Sequence[Group], advantages: np.ndarray) -> list[np.ndarray]:
         np.where(member.loss_mask, advantage, 0.0).astype(np.float32)
         for member, advantage in zip(members, advantages, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What an estimator sees: the members of all groups, in order, with their shaped rewards."""
+
+    members: Sequence[Trajectory]
+    rewards: np.ndarray  # f64[S] task reward and length penalty; 0 where not valid
+    groups: np.ndarray  # i64[S] index of the group
+    valid: np.ndarray  # bool[S] counts in its group's statistics
+    trained: np.ndarray  # bool[S] its tokens enter the loss
+    penalties: Sequence[np.ndarray] | None  # f64[T] each: KL in the reward, a token; None = none
+    extras: Mapping[str, Sequence[np.ndarray]]  # f32[T] each, by name
+
+    @property
+    def totals(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(rewards with the penalties of their tokens, groups, valid): what a group estimator takes."""
+        if self.penalties is None:
+            return self.rewards, self.groups, self.valid
+        sums = np.array([penalty.sum() for penalty in self.penalties])
+        return np.where(self.valid, self.rewards + sums, 0.0), self.groups, self.valid
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool[S, T] the trained tokens, padded to the longest member."""
+        return self.padded([m.loss_mask & t for m, t in zip(self.members, self.trained)])
+
+    def token_rewards(self) -> np.ndarray:
+        """f64[S, T]: the reward on the last trained token, and the penalties."""
+        scores = on_last_token(self.rewards, self.mask)
+        return scores if self.penalties is None else scores + self.padded(self.penalties)
+
+    def padded(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """[S, T] of one array a member, zeros behind each."""
+        width = max((len(m.tokens) for m in self.members), default=0)
+        return np.array([np.pad(a, (0, width - len(a))) for a in arrays]).reshape(-1, width)
+
+    def unpadded(self, values: np.ndarray) -> list[np.ndarray]:
+        """One f32[T] a member, 0 where nothing is sampled."""
+        rows = zip(self.members, values, strict=True)
+        return [np.where(m.loss_mask, v[: len(m.tokens)], 0.0).astype(np.float32) for m, v in rows]
+
+    def spread(self, advantages: np.ndarray) -> list[np.ndarray]:
+        """One f32[T] a member: its advantage on each of its sampled tokens."""
+        return [
+            np.where(m.loss_mask, a, 0.0).astype(np.float32)
+            for m, a in zip(self.members, advantages, strict=True)
+        ]
+
+    def turn_rewards(self) -> list[np.ndarray]:
+        """f64[num_turns] a member: the environment's rewards of its turns; if it gave none, the reward at the end.
+
+        What shaping added to the episode's reward stands on the last turn.
+        """
+        return [
+            turn_rewards(member, reward if ok else 0.0)
+            for member, reward, ok in zip(self.members, self.rewards.tolist(), self.valid)
+        ]
+
+
+def num_turns(member: Trajectory) -> int:
+    return int(member.turn_ids.max(initial=-1)) + 1
+
+
+def turn_rewards(member: Trajectory, reward: float) -> np.ndarray:
+    """f64[num_turns] that sum to the reward, the rest of which the environment did not give falls to the last turn."""
+    out = np.zeros(num_turns(member), np.float64)
+    given = np.nan_to_num(np.asarray(member.turn_rewards, np.float64)[: len(out)], nan=0.0)
+    out[: len(given)] = given
+    rest = reward - out.sum()
+    if len(out) and abs(rest) > 1e-6 * max(
+        1.0, abs(reward)
+    ):  # less is float32 rounding of the record
+        out[-1] += rest
+    return out

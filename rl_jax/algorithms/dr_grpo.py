@@ -6,31 +6,13 @@ answers are not diluted. Any other aggregation is allowed.
 Source: arXiv:2503.20783.
 """
 
-from collections.abc import Sequence
+import numpy as np
 
-from rl_jax.algorithms.advantages import group_rewards, spread, trains_scored
-from rl_jax.algorithms.algorithm import LossInputs
+from rl_jax.algorithms.advantages import Scored
 from rl_jax.algorithms.group_advantages import group_normalised
-from rl_jax.algorithms.ppo import clipped_policy_loss
-from rl_jax.settings import AlgorithmSettings
-from rl_jax.types import Group, Trajectory
+from rl_jax.algorithms.policy import PolicyAlgorithm
 
 
-class DrGrpo:
-    needs: frozenset[str] = frozenset()
-    samples = True
-
-    def __init__(self, settings: AlgorithmSettings):
-        self.settings = settings
-
-    def trains(self, trajectory: Trajectory) -> bool:
-        return trains_scored(trajectory, self.settings.overlong_filter)
-
-    def select(self, groups: Sequence[Group]):
-        return list(groups), []
-
-    def advantages(self, groups: Sequence[Group], extras, state):
-        return spread(groups, group_normalised(*group_rewards(groups), std_scope="none")), state
-
-    def token_loss(self, x: LossInputs):
-        return clipped_policy_loss(x, self.settings)
+class DrGrpo(PolicyAlgorithm):
+    def estimate(self, scored: Scored) -> list[np.ndarray]:
+        return scored.spread(group_normalised(*scored.totals, std_scope="none"))

@@ -138,7 +138,7 @@ def multi_reward(
     Source:  GDPO arXiv:2601.05242.
     """
     components = np.asarray(components, np.float64)
-    weights = np.ones(components.shape[1]) if weights is None else weights
+    weights = [1.0] * components.shape[1] if weights is None else weights
     _, valid = _checked(components[:, 0], groups, valid)
     total = np.zeros(len(components), np.float64)
     for column, weight in zip(components.T, weights, strict=True):

@@ -1,34 +1,21 @@
-"""The clipped policy-gradient surrogate, per token; shared by every algorithm that bounds a ratio.
+"""PPO with a critic: generalised advantages over the trained tokens, whitened over the step, and the clip.
 
-Which "old" policy the ratio is taken against: the policy that sampled (behaviour_logprobs), unless
-the algorithm asks for old_logprobs. There is one update a step, so a ratio against the policy at
-step start would be exactly 1 and the clip idle; against the behaviour policy the clip bounds what
-staleness does, and no separate importance weight is needed.
+The reward stands on the last trained token; observations are passed over without a discount; after the last token the
+value is 0, also where a limit cut the episode, because its score is final. Needs `values`, the critic's at each
+trained token. The critic's own targets are the unwhitened returns (token_advantages.gae), its loss value.py.
+Source: arXiv:1707.06347, arXiv:1506.02438.
 """
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
 
-from rl_jax.algorithms.algorithm import LossInputs, Sums
-from rl_jax.algorithms.token_losses import ppo_clip
-from rl_jax.settings import AlgorithmSettings
+from rl_jax.algorithms.advantages import Scored
+from rl_jax.algorithms.policy import PolicyAlgorithm
+from rl_jax.algorithms.token_advantages import gae, whiten
 
 
-def clipped_policy_loss(
-    x: LossInputs, settings: AlgorithmSettings
-) -> tuple[Float[Array, "B K"], Sums]:
-    """The PPO clip with an entropy bonus: loss - entropy_coef * entropy, per token, and policy/clip_frac."""
-    old = x.behaviour_logprobs if x.old_logprobs is None else x.old_logprobs
-    loss, clipped, _ = ppo_clip(
-        x.logprobs,
-        old,
-        x.advantages,
-        x.mask,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-    )
-    num_tokens = x.mask.sum().astype(jnp.float32)
-    sums: Sums = {"policy/clip_frac": (clipped.sum().astype(jnp.float32), num_tokens)}
-    if settings.entropy_coef:
-        loss = loss - settings.entropy_coef * jnp.where(x.mask, x.entropy, 0.0)
-    return loss, sums
+class Ppo(PolicyAlgorithm):
+    def estimate(self, scored: Scored) -> list[np.ndarray]:
+        s, mask = self.settings, scored.mask
+        values = scored.padded(scored.extras["values"])
+        advantages, _ = gae(scored.token_rewards(), values, mask, gamma=s.gamma, lam=s.lam)
+        return scored.unpadded(whiten(advantages, mask))

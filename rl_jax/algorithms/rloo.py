@@ -6,31 +6,13 @@ Source: arXiv:2402.14740. Differs: the paper's policy gradient has no ratio; the
 batches are on policy.
 """
 
-from collections.abc import Sequence
+import numpy as np
 
-from rl_jax.algorithms.advantages import group_rewards, spread, trains_scored
-from rl_jax.algorithms.algorithm import LossInputs
+from rl_jax.algorithms.advantages import Scored
 from rl_jax.algorithms.group_advantages import leave_one_out
-from rl_jax.algorithms.ppo import clipped_policy_loss
-from rl_jax.settings import AlgorithmSettings
-from rl_jax.types import Group, Trajectory
+from rl_jax.algorithms.policy import PolicyAlgorithm
 
 
-class Rloo:
-    needs: frozenset[str] = frozenset()
-    samples = True
-
-    def __init__(self, settings: AlgorithmSettings):
-        self.settings = settings
-
-    def trains(self, trajectory: Trajectory) -> bool:
-        return trains_scored(trajectory, self.settings.overlong_filter)
-
-    def select(self, groups: Sequence[Group]):
-        return list(groups), []
-
-    def advantages(self, groups: Sequence[Group], extras, state):
-        return spread(groups, leave_one_out(*group_rewards(groups))), state
-
-    def token_loss(self, x: LossInputs):
-        return clipped_policy_loss(x, self.settings)
+class Rloo(PolicyAlgorithm):
+    def estimate(self, scored: Scored) -> list[np.ndarray]:
+        return scored.spread(leave_one_out(*scored.totals))

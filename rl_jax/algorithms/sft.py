@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from rl_jax.algorithms import options
 from rl_jax.algorithms.advantages import is_closed, spread
 from rl_jax.algorithms.algorithm import LossInputs, Sums
 from rl_jax.settings import AlgorithmSettings
@@ -16,11 +17,11 @@ from rl_jax.types import Group, Trajectory
 
 
 class Sft:
-    needs: frozenset[str] = frozenset()
     samples = False
 
     def __init__(self, settings: AlgorithmSettings):
-        self.settings = settings
+        self.settings = options.resolved(settings)
+        self.needs = options.needs(settings)
 
     def trains(self, trajectory: Trajectory) -> bool:
         return is_closed(trajectory)

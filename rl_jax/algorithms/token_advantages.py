@@ -147,7 +147,7 @@ def process_normalised(
     advantages = np.zeros(mask.shape, np.float64)
     columns = np.arange(mask.shape[1])
     for group in np.unique(groups):
-        members = np.flatnonzero(groups == group)
+        members = np.flatnonzero(groups == group).tolist()
         pool = np.array([r for i in members for r in step_rewards[i]], np.float64)
         if len(pool) < 2 or pool.max() == pool.min():
             continue

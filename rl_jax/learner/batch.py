@@ -25,6 +25,7 @@ import numpy as np
 from rl_jax.algorithms.advantages import is_closed
 from rl_jax.algorithms.aggregate import sequence_weights
 from rl_jax.algorithms.algorithm import Algorithm
+from rl_jax.algorithms.options import resolved
 from rl_jax.settings import AlgorithmSettings, LearnerSettings
 from rl_jax.types import Group, Trajectory
 
@@ -134,6 +135,7 @@ def with_advantages(
 
     Raises: ValueError if the algorithm's advantages do not pair with the trajectories, or are not finite where trained.
     """
+    settings = resolved(settings)
     members = [trajectory for group in groups for trajectory in group.trajectories]
     per_member = {name: batch.gather(array, len(members)) for name, array in extras.items()}
     advantages, state = algorithm.advantages(groups, per_member, state)

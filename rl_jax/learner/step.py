@@ -187,6 +187,9 @@ def loss_inputs(micro: DeviceBatch, logprobs: jax.Array, entropy: jax.Array) -> 
         segment_ids=micro["target_segments"],
         turn_ids=micro["target_turns"],
         old_logprobs=micro.get("old_logprobs"),
+        reference_logprobs=micro.get("reference_logprobs"),
+        teacher_logprobs=micro.get("teacher_logprobs"),
+        lag=micro["lag"],
     )
 
 

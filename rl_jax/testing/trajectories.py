@@ -27,6 +27,8 @@ def fake_trajectory(
     mask = (step >= 0) & (step % 4 < 2)
     logprobs = np.where(mask, rng.normal(-np.log(TINY_VOCAB), 0.1, length), 0.0)
     uid = f"r/0/{group}"
+    num_turns = (max(length - PROMPT, 0) + 3) // 4
+    last = np.nan if reward is None else reward
     status = "scored" if reward is not None else "error"
     return Trajectory(
         uid=f"{uid}/{sample}",
@@ -43,8 +45,8 @@ def fake_trajectory(
         versions=np.where(mask, version, -1).astype(np.int32),
         context_mixed=np.zeros(length, bool),
         turn_ids=np.where(step >= 0, step // 4, -1).astype(np.int16),
-        turn_rewards=np.array([np.nan if reward is None else reward], np.float32),
-        state_keys=("",),
+        turn_rewards=np.array([np.nan] * (num_turns - 1) + [last], np.float32)[:num_turns],
+        state_keys=tuple(f"state-{turn % 2}" for turn in range(num_turns)),
         turns=(),
         reward=Reward(reward, {}, (reward,), status, "fake"),
         outcome=outcome,

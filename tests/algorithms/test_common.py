@@ -9,20 +9,52 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.algorithms import ALGORITHMS
+from rl_jax.algorithms import ALGORITHMS, options
 from rl_jax.algorithms.algorithm import LossInputs
 from rl_jax.settings import AlgorithmSettings
 from rl_jax.testing.trajectories import fake_group
 from rl_jax.types import Outcome
 
-SETTINGS = AlgorithmSettings(entropy_coef=0.01)
 KNOWN_NEEDS = {"old_logprobs", "reference_logprobs", "teacher_logprobs", "values", "routes"}
+UNBOUNDED = {"kimi"}  # a square pull, no ratio: nothing is clamped
+LOG_P = {
+    "cispo",
+    "aipo",
+    "dppo",
+    "vespo",
+    "topr",
+    "opd",
+    "kimi",
+}  # the gradient goes through log p, never through a ratio
+NO_REWARD = {"sft", "opd"}
+SEQUENCE = {"grpo", "dr_grpo", "rloo", "opo", "maxrl", "gspo", "turn_ppo", "cispo", "aipo", "gmpo", "sapo", "dppo",
+            "kimi", "vespo", "topr", "decoupled_ppo", "dpo", "sft"}  # one advantage a sequence  # fmt: skip
+
+
+def make(name, **options):
+    module, attribute = ALGORITHMS[name].target.split(":")
+    settings = AlgorithmSettings(name=name, **{"entropy_coef": 0.01, **options})
+    return getattr(importlib.import_module(module), attribute)(settings)
 
 
 @pytest.fixture(params=ALGORITHMS)
 def algorithm(request):
-    module, attribute = ALGORITHMS[request.param][0].split(":")
-    return getattr(importlib.import_module(module), attribute)(SETTINGS)
+    return make(request.param)
+
+
+def extras_of(groups):
+    """What learner.score would give: an array per trajectory, which depends on the trajectory alone."""
+    members = [t for group in groups for t in group.trajectories]
+    return {
+        "old_logprobs": [t.logprobs * np.float32(0.9) for t in members],
+        "reference_logprobs": [t.logprobs * np.float32(1.1) for t in members],
+        "teacher_logprobs": [t.logprobs * np.float32(0.8) for t in members],
+        "values": [np.where(t.loss_mask, t.logprobs, 0) for t in members],
+    }
+
+
+def estimates(algorithm, groups):
+    return algorithm.advantages(groups, extras_of(groups), None)[0]
 
 
 def some_groups():
@@ -50,40 +82,53 @@ def some_inputs(seed=0, shape=(3, 6), **changes):
         mask=mask,
         segment_ids=mask.astype(np.int32),
         turn_ids=np.zeros(shape, np.int32),
+        old_logprobs=logprobs + draw(0.1),
+        reference_logprobs=logprobs + draw(0.3),
+        teacher_logprobs=logprobs + draw(0.3),
+        lag=mask.astype(np.int32),
     )
     return replace(x, **changes)
 
 
 @lru_cache
-def jitted(algorithm_class):
+def jitted(name):
     """One program an algorithm: the inputs are arguments."""
-    algorithm = algorithm_class(SETTINGS)
+    algorithm = make(name)
 
     def total(logprobs, entropy, rest):
         x = LossInputs(logprobs=logprobs, entropy=entropy, **rest)
         loss, sums = algorithm.token_loss(x)
         return jnp.where(x.mask, loss, 0.0).sum(), (loss, sums)
 
-    return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
+    run = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
+    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def loss_and_gradient(algorithm, x):
     rest = {n: v for n, v in vars(x).items() if n not in ("logprobs", "entropy")}
-    (_, (loss, sums)), grads = jitted(type(algorithm))(x.logprobs, x.entropy, rest)
+    (_, (loss, sums)), grads = jitted(algorithm.settings.name)(x.logprobs, x.entropy, rest)
     return np.asarray(loss), [np.asarray(g) for g in grads], sums
 
 
 def test_table_and_class_agree(algorithm):
-    name = next(n for n, (path, _) in ALGORITHMS.items() if path.endswith(type(algorithm).__name__))
-    assert algorithm.needs == ALGORITHMS[name][1] <= KNOWN_NEEDS
+    entry = ALGORITHMS[algorithm.settings.name]
+    assert entry.target.endswith(":" + type(algorithm).__name__)
+    own = {"old_logprobs"} if entry.defaults.get("old_policy") == "recompute" else set()
+    assert algorithm.needs == entry.needs | own <= KNOWN_NEEDS
     assert isinstance(algorithm.samples, bool)
+    assert options.resolved(algorithm.settings) == algorithm.settings
+    for key, value in entry.defaults.items():
+        assert options.get(algorithm.settings, key) == value
 
 
 def test_what_stands_off_the_mask_changes_nothing(algorithm):
     x = some_inputs()
     loss, grads, sums = loss_and_gradient(algorithm, x)
     for junk in (np.nan, np.inf, -np.inf):
-        fields = ("logprobs", "entropy", "behaviour_logprobs", "advantages")
+        fields = (
+            "logprobs", "entropy", "behaviour_logprobs", "advantages", "old_logprobs", "reference_logprobs",
+            "teacher_logprobs",
+        )  # fmt: skip
         poisoned = {n: np.where(x.mask, getattr(x, n), np.float32(junk)) for n in fields}
         bad = replace(x, **poisoned)
         loss_bad, grads_bad, sums_bad = loss_and_gradient(algorithm, bad)
@@ -96,11 +141,13 @@ def test_what_stands_off_the_mask_changes_nothing(algorithm):
 def test_loss_and_gradient_are_finite_at_any_ratio(algorithm):
     for gap in (-100.0, -20.0, 20.0, 100.0):
         x = some_inputs()
-        x = replace(x, behaviour_logprobs=x.logprobs - np.float32(gap))
+        far = x.logprobs - np.float32(gap)
+        x = replace(x, behaviour_logprobs=far, old_logprobs=far)
         loss, grads, _ = loss_and_gradient(algorithm, x)
         assert np.isfinite(loss).all() and all(np.isfinite(g).all() for g in grads)
-        if algorithm.samples and abs(gap) > 20:  # outside the clamp nothing may pull
-            assert not grads[0].any()
+        name = algorithm.settings.name
+        if algorithm.samples and abs(gap) > 20 and name not in LOG_P | UNBOUNDED:
+            assert not grads[0].any()  # outside the clamp nothing may pull
 
 
 def test_sums_count_the_trained_tokens(algorithm):
@@ -124,20 +171,21 @@ def test_advantages_stand_on_the_sampled_tokens_only(algorithm):
     """Neither one to the left nor one to the right: the learner shifts, once, and nobody else."""
     groups = some_groups()
     members = [t for group in groups for t in group.trajectories]
-    advantages, _ = algorithm.advantages(groups, {}, None)
+    advantages = estimates(algorithm, groups)
     assert len(advantages) == len(members)
     for values, member in zip(advantages, members, strict=True):
         assert values.dtype == np.float32 and values.shape == member.tokens.shape
         assert np.isfinite(values).all()
         assert not values[~member.loss_mask].any()
-        assert len(set(values[member.loss_mask].tolist())) <= 1
+        if algorithm.settings.name in SEQUENCE:
+            assert len(set(values[member.loss_mask].tolist())) <= 1
 
 
 def test_zero_advantage_pulls_nowhere(algorithm):
     x = some_inputs()
     x = replace(x, advantages=np.zeros_like(x.advantages))
     _, (gradient, _), _ = loss_and_gradient(algorithm, x)
-    assert algorithm.samples != bool(gradient.any())
+    assert bool(gradient.any()) == (algorithm.settings.name in NO_REWARD | UNBOUNDED)
 
 
 def test_order_of_groups_and_members_changes_no_pairing(algorithm):
@@ -145,7 +193,7 @@ def test_order_of_groups_and_members_changes_no_pairing(algorithm):
     groups = some_groups()
 
     def by_uid(groups):
-        values, _ = algorithm.advantages(groups, {}, None)
+        values = estimates(algorithm, groups)
         members = [t for group in groups for t in group.trajectories]
         return {t.uid: v.tolist() for t, v in zip(members, values, strict=True)}
 
@@ -153,7 +201,7 @@ def test_order_of_groups_and_members_changes_no_pairing(algorithm):
     want, got = by_uid(groups), by_uid(shuffled)
     assert got.keys() == want.keys()
     for uid in want:
-        np.testing.assert_allclose(got[uid], want[uid], rtol=1e-6, atol=0)
+        np.testing.assert_allclose(got[uid], want[uid], rtol=1e-6, atol=1e-9)
 
 
 def test_failed_members_are_left_out_and_never_train(algorithm):
@@ -163,10 +211,8 @@ def test_failed_members_are_left_out_and_never_train(algorithm):
         failed = replace(whole.trajectories[2], outcome=outcome)
         group = replace(whole, trajectories=(*whole.trajectories[:2], failed))
         assert not algorithm.trains(failed)
-        values, _ = algorithm.advantages([group], {}, None)
-        alone, _ = algorithm.advantages(
-            [replace(whole, trajectories=whole.trajectories[:2])], {}, None
-        )
+        values = estimates(algorithm, [group])
+        alone = estimates(algorithm, [replace(whole, trajectories=whole.trajectories[:2])])
         for got, want in zip(values[:2], alone, strict=True):
             np.testing.assert_array_equal(got, want)
 

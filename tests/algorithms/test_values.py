@@ -119,15 +119,18 @@ def test_the_entropy_bonus_has_its_coefficient():
     np.testing.assert_allclose(loss, [[-0.02, 0.0]], rtol=1e-6)
 
 
-def test_old_logprobs_take_the_place_of_the_behaviour_policy():
+def test_recomputed_logprobs_take_the_place_of_the_behaviour_policy():
     ones = jnp.ones((1, 1))
     x = LossInputs(
         logprobs=ones * -1, entropy=ones, behaviour_logprobs=ones * -3, advantages=ones,
         mask=ones > 0, segment_ids=jnp.ones((1, 1), int), turn_ids=jnp.zeros((1, 1), int),
         old_logprobs=ones * -1,
     )  # fmt: skip
-    assert Grpo(SETTINGS).token_loss(x)[0][0, 0] == -1.0
-    assert Grpo(SETTINGS).token_loss(replace(x, old_logprobs=None))[0][0, 0] == pytest.approx(-1.28)
+    recomputed = AlgorithmSettings(old_policy="recompute")
+    assert Grpo(recomputed).token_loss(x)[0][0, 0] == -1.0
+    assert Grpo(SETTINGS).token_loss(x)[0][0, 0] == pytest.approx(-1.28)
+    with pytest.raises(ValueError, match="needs old_logprobs"):
+        Grpo(recomputed).token_loss(replace(x, old_logprobs=None))
 
 
 def test_zero_is_a_reward_and_a_missing_one_is_not():

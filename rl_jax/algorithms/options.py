@@ -1,0 +1,233 @@
+"""The settings of an algorithm before jax is there: its own values, what it needs, and what may not be combined.
+
+Life of a setting: 1 the user's value, or None. 2 `rules` refuses what the algorithm does not read, what contradicts and
+what would have no effect, one line each with the fix. 3 `resolved` puts the algorithm's own value where None is; config
+does it once and every algorithm again (it changes nothing the second time), so that a value given by the user wins.
+Must not: import jax, or know the mesh.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from rl_jax.algorithms import ALGORITHMS, Entry
+from rl_jax.settings import AlgorithmSettings, CorrectionSettings, KlSettings
+
+OWN_KEYS = tuple(dict.fromkeys(key for entry in ALGORITHMS.values() for key in entry.defaults))
+
+# Key under "algorithm." -> the interval its number must lie in, where it is one.
+INTERVALS = {
+    "clip_low": "(0, 1)",
+    "clip_high": "(0, inf)",
+    "dual_clip": "[0, inf)",
+    "gamma": "[0, 1]",
+    "lam": "[0, 1]",
+    "omega": "[0, inf)",
+    "ratio_min": "[0, inf)",
+    "ratio_max": "(0, inf)",
+    "tau": "[0, inf)",
+    "tau_pos": "(0, inf)",
+    "tau_neg": "(0, inf)",
+    "div_low": "(0, inf)",
+    "div_high": "(0, inf)",
+    "beta": "(0, inf)",
+    "label_smoothing": "[0, 0.5]",
+    "entropy_coef": "[0, inf)",
+    "max_response_tokens": "[0, inf)",
+    "std_eps": "(0, inf)",
+    "correction.low": "[0, inf)",
+    "correction.high": "(0, inf)",
+    "correction.reject_low": "[0, inf)",
+    "correction.reject_high": "(0, inf)",
+    "correction.veto": "[0, 1]",
+    "correction.opsm_delta": "[0, inf)",
+    "kl.coef": "[0, inf)",
+    "kl.target": "[0, inf)",
+    "kl.horizon": "[1, inf)",
+    "overlong.buffer": "[0, inf)",
+    "overlong.max_tokens": "[0, inf)",
+    "overlong.factor": "(0, inf)",
+    "filter.mean_above": "(-inf, inf)",
+    "filter.mean_below": "(-inf, inf)",
+}
+
+CHOICES = {
+    "aggregation": (
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "group-mean-token-mean",
+    ),
+    "old_policy": ("behaviour", "recompute", "one_update", "loglinear"),
+    "divergence": ("tv", "kl"),
+    "weight_level": ("sequence", "token"),
+    "preference": ("sigmoid", "ipo"),
+    "correction.level": ("none", "token", "segment", "geometric", "sequence"),
+    "correction.mode": ("truncate", "mask"),
+    "correction.reject_stat": ("none", "ratio", "k2", "k3"),
+    "correction.reject_level": ("token", "segment", "seq_sum", "seq_mean", "seq_max"),
+    "kl.where": ("loss", "reward"),
+    "kl.kind": ("k1", "k2", "k3", "k3+", "abs", "unbiased"),
+}
+
+
+def entry_of(settings: AlgorithmSettings) -> Entry:
+    """The table's entry; that of GRPO, with every key, for an algorithm from outside the table."""
+    return ALGORITHMS.get(settings.name, Entry(settings.name, ALGORITHMS["grpo"].defaults))
+
+
+def resolved(settings: AlgorithmSettings) -> AlgorithmSettings:
+    """The settings with the algorithm's own value for each None; what the user gave stays."""
+    for key, value in entry_of(settings).defaults.items():
+        if get(settings, key) is None:
+            section, _, name = key.rpartition(".")
+            part = getattr(settings, section) if section else settings
+            part = replace(part, **{name: value})
+            settings = replace(settings, **{section: part}) if section else part
+    return settings
+
+
+def get(settings: AlgorithmSettings, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = settings
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def needs(settings: AlgorithmSettings) -> frozenset[str]:
+    """What learner.score must compute for it under these options."""
+    settings, out = resolved(settings), set(entry_of(settings).needs)
+    if settings.old_policy == "recompute":
+        out.add("old_logprobs")
+    if settings.kl.coef:
+        out.add("reference_logprobs")
+    return frozenset(out)
+
+
+def needed_by(settings: AlgorithmSettings, need: str) -> tuple[str, str]:
+    """("key=value" of the setting that asks for it, what to do instead)."""
+    if need in entry_of(settings).needs or settings.name not in ALGORITHMS:
+        return f"algorithm.name={settings.name}", "use an algorithm that does not need it"
+    if need == "old_logprobs":
+        return "algorithm.old_policy=recompute", "use one_update or behaviour"
+    return f"algorithm.kl.coef={settings.kl.coef}", "set it to 0"
+
+
+def rules(given: AlgorithmSettings, group_size: int) -> Iterator[str]:
+    """What is wrong with the settings together, before they are resolved; values alone are already checked."""
+    settings, known = resolved(given), given.name in ALGORITHMS
+    entry = entry_of(given)
+    if known and entry.compares and group_size < 2:
+        yield (
+            f"rollout.group_size={group_size}: {given.name} compares the episodes of one task, so 1 gives no gradient;"
+            " use at least 2"
+        )
+    if known:
+        yield from _unread(given, entry)
+    if settings.max_response_tokens and settings.aggregation != "seq-mean-token-sum-norm":
+        yield (
+            f"algorithm.max_response_tokens={settings.max_response_tokens} is read only by aggregation"
+            f" seq-mean-token-sum-norm, not by {settings.aggregation}; set it to 0"
+        )
+    if 0 < (settings.dual_clip or 0) <= 1:
+        yield f"algorithm.dual_clip={settings.dual_clip} must be above 1, or 0 for none"
+    low, high = settings.ratio_min, settings.ratio_max
+    if low is not None and high is not None and low >= high:
+        yield f"algorithm.ratio_min={low} must be below ratio_max={high}"
+    if entry.policy:
+        yield from _correction(settings)
+        yield from _kl(settings)
+        yield from _rewards(settings, group_size)
+
+
+def _unread(given: AlgorithmSettings, entry: Entry) -> Iterator[str]:
+    """A value that the algorithm would ignore."""
+    for key in OWN_KEYS:
+        value = get(given, key)
+        if value is not None and key not in entry.defaults:
+            readers = [name for name, other in ALGORITHMS.items() if key in other.defaults]
+            yield (
+                f"algorithm.{key}={value} is not read by {given.name} but by {', '.join(readers)};"
+                " leave it out, or set it to none"
+            )
+    if not entry.policy:
+        plain = AlgorithmSettings()
+        for section in ("correction", "kl", "overlong", "filter"):
+            own, default = getattr(given, section), getattr(plain, section)
+            for name in vars(default):
+                if (
+                    getattr(own, name) != getattr(default, name)
+                    and f"{section}.{name}" not in OWN_KEYS
+                ):
+                    yield f"algorithm.{section}.{name}={getattr(own, name)} is not read by {given.name}; leave it out"
+
+
+def _correction(s: AlgorithmSettings) -> Iterator[str]:
+    c, off = s.correction, CorrectionSettings()
+    if c.level != "none" and s.old_policy in ("behaviour", None):
+        fix = (
+            "set algorithm.old_policy to one_update or recompute"
+            if s.old_policy
+            else "set it to none"
+        )
+        yield (
+            f"algorithm.correction.level={c.level} weighs the step's policy against the one that sampled, and"
+            f" {s.name} already takes its ratio against that one; {fix}"
+        )
+    if c.low is not None and c.high is not None and c.low >= c.high:
+        yield f"algorithm.correction.low={c.low} must be below high={c.high}"
+    levels = {"ratio": ("token", "segment", "seq_sum", "seq_mean")}
+    levels |= dict.fromkeys(("k2", "k3"), ("token", "seq_sum", "seq_mean", "seq_max"))
+    if c.reject_stat == "none":
+        for name in ("reject_level", "reject_low", "reject_high"):
+            if getattr(c, name) != getattr(off, name):
+                yield (
+                    f"algorithm.correction.{name}={getattr(c, name)} is read only with reject_stat; set reject_stat to"
+                    " ratio, k2 or k3, or leave it out"
+                )
+        return
+    if c.reject_level not in levels[c.reject_stat]:
+        yield (
+            f"algorithm.correction.reject_level={c.reject_level} has no {c.reject_stat};"
+            f" use one of {', '.join(levels[c.reject_stat])}"
+        )
+    if c.reject_stat != "ratio" and c.reject_low:
+        yield f"algorithm.correction.reject_low={c.reject_low} is read by stat ratio only; set it to 0"
+    elif c.reject_low >= c.reject_high:
+        yield f"algorithm.correction.reject_low={c.reject_low} must be below reject_high={c.reject_high}"
+
+
+def _kl(s: AlgorithmSettings) -> Iterator[str]:
+    kl, off = s.kl, KlSettings()
+    if not kl.coef:
+        for name in ("where", "kind", "target", "horizon"):
+            if getattr(kl, name) != getattr(off, name):
+                yield f"algorithm.kl.{name}={getattr(kl, name)} has no effect while kl.coef is 0; set kl.coef"
+        return
+    if kl.where == "reward" and kl.kind in ("k3+", "unbiased"):
+        yield f"algorithm.kl.kind={kl.kind} differs from k3 in the gradient only, and a reward has none; use k1 or k3"
+    if kl.where == "reward" and s.name == "opd":
+        yield "algorithm.kl.where=reward: opd reads no reward; use loss"
+    if kl.where == "loss" and kl.kind == "k1":
+        yield "algorithm.kl.kind=k1 has an expected gradient of 0 in the loss; use k2, k3 or unbiased, or where=reward"
+    if kl.where == "loss" and kl.target:
+        yield f"algorithm.kl.target={kl.target} adapts the coefficient in the reward only; set it to 0"
+
+
+def _rewards(s: AlgorithmSettings, group_size: int) -> Iterator[str]:
+    o, f = s.overlong, s.filter
+    if (o.buffer or o.max_tokens) and not 0 < o.buffer < o.max_tokens:
+        yield (
+            f"algorithm.overlong.buffer={o.buffer} must be above 0 and below overlong.max_tokens={o.max_tokens}:"
+            " the penalty grows over the last `buffer` of `max_tokens`"
+        )
+    if f.equal_rewards and group_size < 2:
+        yield (
+            "algorithm.filter.equal_rewards=True drops every group of one; raise rollout.group_size to at least 2,"
+            " or set it to false"
+        )
+    if f.mean_above is not None and f.mean_below is not None and f.mean_above >= f.mean_below:
+        yield f"algorithm.filter.mean_above={f.mean_above} must be below mean_below={f.mean_below}"

@@ -1,0 +1,198 @@
+"""What all policy algorithms share, so that each names only its advantages and its loss.
+
+A named algorithm is a PolicyAlgorithm with `estimate` (host, once a step: rewards -> advantages) and `loss` (inside
+jit: a loss a token). Round these two stand, in this order, the options of AlgorithmSettings:
+1 `filter` drops groups by their task rewards, before any shaping. 2 `overlong` and KL in the reward shape the rewards.
+3 `estimate`. 4 `old_policy` decides what a ratio is taken against. 5 `loss`. 6 `correction`: rejection, veto and OPSM
+on the raw mask, then importance weights; both multiply the loss, detached, and leave the denominators alone. 7 KL in
+the loss and the entropy bonus, on every trained token.
+
+Which old policy: `behaviour` is the policy that sampled: with one update a step a ratio to the policy at step start is
+exactly 1 and a clip idle, so the clip bounds what staleness does, and no importance weight is needed. `one_update` is
+that ratio of 1, without a forward; `recompute` the same with one (other numerics, the learner's score); `loglinear`
+lies between both by the token's age. Under these three staleness is corrected by importance weights alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from rl_jax.algorithms import correction, options
+from rl_jax.algorithms.advantages import Scored, group_rewards, trains_scored
+from rl_jax.algorithms.algorithm import LossInputs, Sums
+from rl_jax.algorithms.filters import groups_in_band, informative_groups
+from rl_jax.algorithms.kl import kl_token_rewards, next_kl_coef, token_kl, unbiased_kl
+from rl_jax.algorithms.shaping import overlong_penalty
+from rl_jax.algorithms.token_losses import TokenLoss, ppo
+from rl_jax.settings import AlgorithmSettings, CorrectionSettings
+from rl_jax.types import Group, Trajectory
+
+
+class PolicyAlgorithm:
+    """Base of the named policy algorithms; `loss` is the PPO clip unless they have their own."""
+
+    samples = True
+
+    def __init__(self, settings: AlgorithmSettings):
+        self.settings = options.resolved(settings)
+        self.needs = options.needs(settings)
+
+    def estimate(self, scored: Scored) -> list[np.ndarray]:
+        """Advantages: one f32[T] a member, 0 off its loss mask."""
+        raise TypeError(f"{type(self).__name__} has no estimate()")
+
+    def loss(self, x: LossInputs) -> TokenLoss:
+        """Unreduced; x.old is the policy that ratios are taken against."""
+        s = self.settings
+        return ppo(
+            x, clip_low=s.clip_low, clip_high=s.clip_high, dual_clip=s.dual_clip or None
+        )  # fmt: skip
+
+    # --- the Algorithm protocol ----------------------------------------------------------------------------------
+
+    def trains(self, trajectory: Trajectory) -> bool:
+        return trains_scored(trajectory, self.settings.overlong_filter)
+
+    def select(self, groups: Sequence[Group]) -> tuple[list[Group], list[tuple[str, str]]]:
+        f = self.settings.filter
+        rewards, ids, valid = group_rewards(groups)
+        reasons: dict[int, str] = {}
+        if f.mean_above is not None or f.mean_below is not None:
+            low = -np.inf if f.mean_above is None else f.mean_above
+            high = np.inf if f.mean_below is None else f.mean_below
+            kept = set(groups_in_band(rewards, ids, valid, low=low, high=high).tolist())
+            reasons = {i: "mean_reward" for i in range(len(groups)) if i not in kept}
+        if f.equal_rewards:
+            kept = set(informative_groups(rewards, ids, valid).tolist())
+            reasons |= {i: "equal_rewards" for i in range(len(groups)) if i not in kept}
+        chosen = [group for i, group in enumerate(groups) if i not in reasons]
+        return chosen, [(groups[i].uid, reason) for i, reason in sorted(reasons.items())]
+
+    def advantages(self, groups: Sequence[Group], extras, state) -> tuple[list[np.ndarray], Any]:
+        scored, state = self._scored(groups, extras, state)
+        return self.estimate(scored), state
+
+    def token_loss(self, x: LossInputs) -> tuple[Float[Array, "B K"], Sums]:
+        s = self.settings
+        x = with_old_policy(x, s.old_policy)
+        num_tokens = x.mask.sum().astype(jnp.float32)
+
+        def total(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jnp.where(x.mask, values, 0).sum().astype(jnp.float32), num_tokens
+
+        out = self.loss(x)
+        loss, sums = out.loss, {}
+        if "clipped" in out.parts:
+            sums["policy/clip_frac"] = total(out.parts["clipped"])
+        if corrects(s.correction):
+            keep, weights = corrected(x, s.old_policy, s.correction)
+            loss = jnp.where(keep, weights * loss, 0.0)
+            sums |= {"is/rejected": total(~keep), "is/weight": total(weights)}
+        if s.kl.coef and x.reference_logprobs is not None:
+            estimate = token_kl(x.logprobs, x.reference_logprobs, x.mask, "k3")
+            sums["policy/kl"] = total(estimate)
+            if s.kl.where == "loss":
+                loss = loss + s.kl.coef * self._kl(x)
+        if s.entropy_coef:
+            loss = loss - s.entropy_coef * jnp.where(x.mask, x.entropy, 0.0)
+        return loss, sums
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    def _kl(self, x: LossInputs) -> Float[Array, "B K"]:
+        assert x.reference_logprobs is not None
+        if self.settings.kl.kind == "unbiased":
+            return unbiased_kl(x.logprobs, x.old, x.reference_logprobs, x.mask)
+        return token_kl(x.logprobs, x.reference_logprobs, x.mask, self.settings.kl.kind)
+
+    def _scored(self, groups: Sequence[Group], extras, state) -> tuple[Scored, Any]:
+        """The rewards, shaped; the next state holds an adaptive KL coefficient."""
+        s = self.settings
+        members = [trajectory for group in groups for trajectory in group.trajectories]
+        rewards, ids, valid = group_rewards(groups)
+        if s.overlong.buffer:
+            lengths = np.array([member.num_trained for member in members])
+            rewards = rewards + np.where(valid, overlong_penalty(
+                lengths, max_length=s.overlong.max_tokens, buffer=s.overlong.buffer, factor=s.overlong.factor
+            ), 0.0)  # fmt: skip
+        trained = np.array([self.trains(member) for member in members], bool)
+        scored = Scored(members, rewards, ids, valid, trained, None, extras)
+        if s.kl.coef and s.kl.where == "reward":
+            coef = s.kl.coef if state is None else state["kl_coef"]
+            penalties, divergence = self._penalties(scored, coef)
+            scored = replace(scored, penalties=penalties)
+            if s.kl.target:
+                coef = next_kl_coef(
+                    coef, divergence,
+                    target=s.kl.target, num_samples=len(members), horizon=s.kl.horizon,
+                )  # fmt: skip
+                state = {"kl_coef": coef}
+        return scored, state
+
+    def _penalties(self, scored: Scored, coef: float) -> tuple[list[np.ndarray], float]:
+        """-coef KL to the reference on each sampled token; and the mean KL of a trained sequence."""
+        old = scored.extras.get("old_logprobs")
+        policy = [m.logprobs for m in scored.members] if old is None else old
+        reference, out, sums = scored.extras["reference_logprobs"], [], []
+        for i, member in enumerate(scored.members):
+            if len(reference[i]) != len(member.tokens):  # not packed: nothing of it is trained
+                out.append(np.zeros(len(member.tokens)))
+                continue
+            pair = (np.asarray(policy[i])[None], np.asarray(reference[i])[None])
+            unit = kl_token_rewards(
+                *pair, member.loss_mask[None], coef=-1.0, kind=self.settings.kl.kind
+            )[0]
+            out.append(-coef * unit)
+            if scored.trained[i]:
+                sums.append(unit.sum())
+        return out, float(np.mean(sums)) if sums else 0.0
+
+
+def with_old_policy(x: LossInputs, old_policy: str | None) -> LossInputs:
+    """The inputs with old_logprobs of the policy that ratios are taken against; None = of the one that sampled."""
+    if old_policy == "one_update":
+        return replace(x, old_logprobs=jax.lax.stop_gradient(jnp.where(x.mask, x.logprobs, 0.0)))
+    if old_policy == "recompute":
+        if x.old_logprobs is None:
+            raise ValueError("old_policy=recompute needs old_logprobs: learner.score computes them")
+        return x
+    if old_policy == "loglinear":
+        if x.lag is None:
+            raise ValueError("old_policy=loglinear needs the lag of each token")
+        behaviour = jnp.where(x.mask, x.behaviour_logprobs, 0.0)
+        policy = jnp.where(x.mask, x.logprobs, 0.0)
+        proximal, _ = correction.loglinear_proximal(policy, behaviour, x.lag)
+        return replace(x, old_logprobs=proximal)
+    return replace(x, old_logprobs=None)
+
+
+def corrects(c: CorrectionSettings) -> bool:
+    return c.level != "none" or c.reject_stat != "none" or bool(c.veto or c.opsm_delta)
+
+
+def corrected(
+    x: LossInputs, old_policy: str | None, c: CorrectionSettings
+) -> tuple[Bool[Array, "B K"], Float[Array, "B K"]]:
+    """(tokens that stay, their weights): the step's policy over the one that sampled. No gradient."""
+    is_proximal = old_policy in ("recompute", "loglinear") and x.old_logprobs is not None
+    proximal = x.old_logprobs if is_proximal else x.logprobs
+    gap = correction.gap(proximal, x.behaviour_logprobs, x.mask, x.segment_ids, x.turn_ids)
+    keep, weights = x.mask, jnp.where(x.mask, 1.0, 0.0).astype(x.logprobs.dtype)
+    if c.reject_stat != "none":
+        keep &= correction.passes(
+            gap, stat=c.reject_stat, level=c.reject_level, high=c.reject_high, low=c.reject_low
+        )
+    if c.veto:
+        keep &= correction.passes_veto(gap, threshold=c.veto)
+    if c.opsm_delta:
+        keep &= correction.passes_opsm(gap, x.advantages, delta=c.opsm_delta)[0]
+    if c.level != "none":
+        weights, _ = correction.importance_weights(
+            gap, level=c.level, mode=c.mode, high=c.high, low=c.low
+        )
+    return keep, weights

@@ -1,0 +1,183 @@
+"""An algorithm's own settings, what is refused, and what each option does to every policy algorithm."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_jax.algorithms import ALGORITHMS, options
+from rl_jax.settings import (
+    AlgorithmSettings,
+    CorrectionSettings,
+    FilterSettings,
+    KlSettings,
+    OverlongSettings,
+)
+from rl_jax.testing.trajectories import fake_group
+from tests.algorithms.test_common import estimates, make, some_groups, some_inputs
+
+
+def errors(group_size=4, **given):
+    return list(options.rules(AlgorithmSettings(**given), group_size))
+
+
+def test_a_given_value_wins_over_the_algorithms_own():
+    own = options.resolved(AlgorithmSettings(name="gspo"))
+    assert (own.clip_low, own.clip_high, own.aggregation) == (3e-4, 4e-4, "seq-mean-token-mean")
+    given = options.resolved(AlgorithmSettings(name="gspo", clip_low=0.1, aggregation="token-mean"))
+    assert (given.clip_low, given.clip_high, given.aggregation) == (0.1, 4e-4, "token-mean")
+    assert options.resolved(own) == own
+
+
+def test_what_an_algorithm_does_not_read_stays_none():
+    own = options.resolved(AlgorithmSettings(name="cispo"))
+    assert own.clip_low is None and own.tau is None and own.ratio_max == 5.0
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_accepts_its_own_settings(name):
+    assert errors(name=name) == []
+    assert errors(**vars(options.resolved(AlgorithmSettings(name=name)))) == []
+    alone = errors(name=name, group_size=1)
+    assert bool(alone) == ALGORITHMS[name].compares
+
+
+def test_needs_follow_the_options():
+    assert options.needs(AlgorithmSettings()) == frozenset()
+    assert options.needs(AlgorithmSettings(old_policy="recompute")) == {"old_logprobs"}
+    assert options.needs(AlgorithmSettings(name="decoupled_ppo")) == {"old_logprobs"}
+    spared = AlgorithmSettings(name="decoupled_ppo", old_policy="one_update")
+    assert options.needs(spared) == frozenset()
+    kl = AlgorithmSettings(name="ppo", kl=KlSettings(coef=0.1))
+    assert options.needs(kl) == {"values", "reference_logprobs"}
+    assert options.needed_by(kl, "values")[0] == "algorithm.name=ppo"
+    assert options.needed_by(kl, "reference_logprobs")[0] == "algorithm.kl.coef=0.1"
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"name": "cispo", "clip_low": 0.2}, "clip_low=0.2 is not read by cispo"),
+        ({"ratio_min": 1.0, "ratio_max": 1.0, "name": "cispo"}, "must be below ratio_max"),
+        ({"name": "sft", "kl": KlSettings(coef=0.1)}, "kl.coef=0.1 is not read by sft"),
+        ({"name": "opd", "kl": KlSettings(0.1, "reward", "k1")}, "opd reads no reward"),
+        ({"kl": KlSettings(0.1, "loss", "k1")}, "expected gradient of 0"),
+        ({"kl": KlSettings(0.1, "reward", "k3+")}, "use k1 or k3"),
+        ({"kl": KlSettings(0.1, "loss", "k3", 0.5)}, "in the reward only"),
+        ({"correction": CorrectionSettings(level="token")}, "old_policy to one_update"),
+        ({"name": "topr", "correction": CorrectionSettings(level="token")}, "set it to none"),
+        ({"correction": CorrectionSettings(low=3.0)}, "must be below high=2"),
+        ({"correction": CorrectionSettings(reject_stat="k3", reject_level="segment")}, "no k3"),
+        ({"correction": CorrectionSettings(reject_stat="k3", reject_low=1.0)}, "stat ratio only"),
+        ({"overlong": OverlongSettings(buffer=8, max_tokens=8)}, "overlong.buffer=8 must be"),
+        ({"filter": FilterSettings(mean_above=0.9, mean_below=0.1)}, "must be below mean_below"),
+        ({"name": "reinforce_pp", "filter": FilterSettings(True)}, "drops every group of one"),
+    ],
+)
+def test_what_contradicts_is_refused_with_the_fix(given, line):
+    size = 1 if given.get("name") == "reinforce_pp" else 4
+    found = [e for e in errors(size, **given) if line in e]
+    assert len(found) == 1, errors(size, **given)
+
+
+def test_filters_drop_groups_by_the_task_reward_and_say_why():
+    groups = [
+        fake_group(0, [0.0, 1.0], [8, 8]),
+        fake_group(1, [1.0, 1.0], [8, 8]),
+        fake_group(2, [0.0, 0.0], [8, 8]),
+        fake_group(3, [1.0, None], [8, 8]),
+    ]
+    kept, dropped = make("grpo", filter=FilterSettings(equal_rewards=True)).select(groups)
+    assert [g.uid for g in kept] == ["r/0/0"]
+    assert {reason for _, reason in dropped} == {"equal_rewards"} and len(dropped) == 3
+    kept, dropped = make("rloo", filter=FilterSettings(mean_above=0.2)).select(groups)
+    assert [g.uid for g in kept] == ["r/0/0", "r/0/1", "r/0/3"]
+    assert dropped == [("r/0/2", "mean_reward")]
+
+
+def test_overlong_responses_pay_before_the_group_is_compared():
+    groups = [fake_group(0, [1.0, 1.0], [5, 15])]  # 2 and 6 sampled tokens
+    plain = estimates(make("dr_grpo"), groups)
+    shaped = estimates(make("dr_grpo", overlong=OverlongSettings(4, 6, 0.5)), groups)
+    assert not plain[0].any()
+    assert shaped[0].max() == pytest.approx(0.25) and shaped[1].min() == pytest.approx(-0.25)
+
+
+def test_kl_in_the_reward_reaches_groups_as_a_sum_and_tokens_as_it_is():
+    groups = some_groups()
+    given = KlSettings(coef=0.1, where="reward", kind="k1")
+    for name in ("dr_grpo", "reinforce_pp", "turn_reinforce"):
+        plain, penalised = (estimates(make(name, **o), groups) for o in ({}, {"kl": given}))
+        assert any((a != b).any() for a, b in zip(plain, penalised))
+
+
+def test_kl_controller_lives_in_the_algorithms_state():
+    given = KlSettings(coef=0.1, where="reward", kind="k2", target=1e-6)
+    groups = some_groups()
+    from tests.algorithms.test_common import extras_of
+
+    _, state = make("grpo", kl=given).advantages(groups, extras_of(groups), None)
+    assert state["kl_coef"] > 0.1
+    _, later = make("grpo", kl=given).advantages(groups, extras_of(groups), state)
+    assert later["kl_coef"] > state["kl_coef"]
+
+
+def policy_algorithms():
+    return [name for name, entry in ALGORITHMS.items() if entry.policy]
+
+
+@pytest.mark.parametrize("name", policy_algorithms())
+def test_corrections_only_take_away_and_leave_other_tokens_alone(name):
+    """A vetoed sequence gives no gradient; every other token's stays exactly what it was."""
+    x = some_inputs()
+    sharp = np.where(x.mask, x.logprobs, 0.0).astype(np.float32)
+    x = replace(x, logprobs=sharp, behaviour_logprobs=sharp.copy(), old_logprobs=sharp - 0.01)
+    x.behaviour_logprobs[0, 2] = sharp[0, 2] + 3.0  # one token of the first row
+    plain, vetoed = (gradient(make(name, **o), x) for o in ({}, {"correction": VETO}))
+    assert not vetoed[0].any()
+    np.testing.assert_array_equal(vetoed[1:], plain[1:])
+
+
+VETO = CorrectionSettings(veto=0.1)
+
+
+def gradient(algorithm, x):
+    def total(logprobs):
+        return algorithm.token_loss(replace(x, logprobs=logprobs))[0].sum()
+
+    fast = {"xla_backend_optimization_level": 0}
+    return np.asarray(jax.jit(jax.grad(total), compiler_options=fast)(jnp.asarray(x.logprobs)))
+
+
+def test_weights_under_one_update_are_those_of_the_ratio_to_the_sampler():
+    x = some_inputs()
+    tis = CorrectionSettings(level="token", high=1.2)
+    algorithm = make("grpo", old_policy="one_update", correction=tis, entropy_coef=0.0)
+    got = gradient(algorithm, x)
+    ratio = np.exp(np.where(x.mask, x.logprobs - x.behaviour_logprobs, 0.0))
+    want = np.where(x.mask, -np.minimum(ratio, 1.2) * x.advantages, 0.0)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    _, sums = algorithm.token_loss(x)
+    mean = np.minimum(ratio, 1.2)[x.mask].mean()
+    assert float(sums["is/weight"][0] / sums["is/weight"][1]) == pytest.approx(mean, rel=1e-5)
+
+
+def test_kl_in_the_loss_adds_its_gradient():
+    x = some_inputs()
+    plain = gradient(make("grpo", entropy_coef=0.0), x)
+    with_kl = gradient(make("grpo", entropy_coef=0.0, kl=KlSettings(0.5, kind="k2")), x)
+    want = np.where(x.mask, 0.5 * (x.logprobs - x.reference_logprobs), 0.0)
+    np.testing.assert_allclose(with_kl - plain, want, atol=1e-6)
+
+
+def test_loglinear_uses_the_age_of_each_token():
+    x = some_inputs()
+    fresh = make("grpo", old_policy="loglinear", entropy_coef=0.0)
+    same = make("grpo", entropy_coef=0.0)
+    np.testing.assert_allclose(gradient(fresh, x), gradient(same, x), rtol=1e-6)  # lag 1: alpha 0
+    old = replace(x, lag=np.where(x.mask, 1000, 0))
+    np.testing.assert_allclose(
+        gradient(fresh, old), np.where(x.mask, -x.advantages, 0.0), rtol=1e-2, atol=1e-3
+    )
