@@ -18,7 +18,7 @@ from rl_jax.testing.tiny_model import tiny_model
 from rl_jax.testing.trajectories import PROMPT, fake_group
 
 TEMPERATURE = 0.7
-ALGORITHM = AlgorithmSettings(entropy_coef=0.01)
+ALGORITHM = AlgorithmSettings(clip_low=0.2, clip_high=0.28, entropy_coef=0.01)
 # grad_clip far away, so that Adam's first moment after one step is (1 - b1) * gradient.
 SETTINGS = LearnerSettings(row_tokens=24, microbatch_rows=2, logprob_chunk=16, grad_clip=1e9)
 
