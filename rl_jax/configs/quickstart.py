@@ -48,7 +48,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.warm_start.update(steps=400, batch_episodes=104, learning_rate=6e-3)
     config.engine.update(slots=40, context=256, steps_per_block=4, chunk_sizes=(64, 320))
     config.rollout.update(batch_groups=8, group_size=8, max_staleness=1, max_new_tokens=6)
-    config.algorithm.update(name="dr_grpo", clip_low=0.2, clip_high=0.28, entropy_coef=0.01)
+    config.algorithm.update(name="dr_grpo", entropy_coef=0.01)
     config.algorithm.aggregation = "seq-mean-token-mean"
     config.learner.update(learning_rate=1e-3, row_tokens=256, microbatch_rows=4)
     config.weights.kv = "keep"

@@ -1,0 +1,136 @@
+"""Hand-computed values of named algorithms whose advantages differ by token or come in pairs."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from rl_jax.algorithms.preference import Side, pair_loss
+from rl_jax.algorithms.token_advantages import gae, whiten
+from rl_jax.learner.batch import pack, with_advantages
+from rl_jax.settings import LearnerSettings
+from rl_jax.testing.trajectories import fake_group, fake_trajectory
+from tests.algorithms.test_common import estimates, extras_of, make, some_groups
+
+
+def acting(sample, rewards, states, group=0):
+    """A trajectory of one turn a reward (two tokens each), whose episode reward is their sum."""
+    length = 3 + 4 * len(rewards)
+    base = fake_trajectory(group, sample, length, float(np.nansum(rewards)))
+    assert len(base.state_keys) == len(rewards)
+    return replace(base, turn_rewards=np.array(rewards, np.float32), state_keys=tuple(states))
+
+
+def turn_values(values, member):
+    """The one advantage of each turn."""
+    out = []
+    for turn in range(int(member.turn_ids.max()) + 1):
+        own = values[(member.turn_ids == turn) & member.loss_mask]
+        assert len(set(own.tolist())) == 1
+        out.append(float(own[0]))
+    return out
+
+
+def group_of(members):
+    return replace(fake_group(0, [0.0], [8]), trajectories=tuple(members))
+
+
+def test_gigpo_by_hand():
+    """Two episodes of two steps: a 0, 1 and b 0.2, 0; returns at gamma 0.9: 0.9, 1.0 and 0.2, 0."""
+    a, b = acting(0, [0.0, 1.0], ["s", "u"]), acting(1, [0.2, 0.0], ["s", "u"])
+    values = estimates(make("gigpo", gamma=0.9, omega=0.5, std_eps=1e-6), [group_of([a, b])])
+    half = np.sqrt(0.5)  # of two members, GRPO's advantages are +-sqrt(1/2)
+    assert turn_values(values[0], a) == pytest.approx([1.5 * half, 1.5 * half], abs=1e-5)
+    assert turn_values(values[1], b) == pytest.approx([-1.5 * half, -1.5 * half], abs=1e-5)
+    alone = replace(b, state_keys=("x", "y"))  # states met once: the episode's term only
+    values = estimates(make("gigpo", gamma=0.9, omega=0.5), [group_of([a, alone])])
+    assert turn_values(values[0], a) == pytest.approx([half, half], abs=1e-5)
+
+
+def test_turn_reinforce_by_hand():
+    """Returns 1 + 0.5 * 2 = 2, 2 and 0, 0; each turn is compared with the same turn of the other episode."""
+    a, b = acting(0, [1.0, 2.0], ["s", "t"]), acting(1, [0.0, 0.0], ["s", "t"])
+    c = acting(2, [0.0, 0.0, 5.0], ["s", "t", "u"])  # its third turn has nobody to compare with
+    values = estimates(make("turn_reinforce", gamma=0.5), [group_of([a, b])])
+    half = np.sqrt(0.5)
+    assert turn_values(values[0], a) == pytest.approx([half, half], abs=1e-5)
+    values = estimates(make("turn_reinforce", gamma=0.5), [group_of([a, b, c])])
+    assert turn_values(values[2], c)[2] == 0.0
+
+
+def test_a_scorers_reward_stands_on_the_last_turn():
+    a = replace(acting(0, [np.nan, np.nan], ["s", "t"]), reward=fake_trajectory(reward=1.0).reward)
+    b = acting(1, [np.nan, np.nan], ["s", "t"])
+    values = estimates(make("turn_reinforce", gamma=1.0), [group_of([a, b])])
+    assert turn_values(values[0], a) == pytest.approx([np.sqrt(0.5)] * 2, abs=1e-5)
+
+
+def test_ppo_whitens_over_the_tokens_that_train():
+    groups = some_groups()
+    members = [t for group in groups for t in group.trajectories]
+    algorithm = make("ppo", gamma=0.9, lam=0.8)
+    values = estimates(algorithm, groups)
+    width = max(len(t.tokens) for t in members)
+    mask = np.array(
+        [np.pad(t.loss_mask & algorithm.trains(t), (0, width - len(t.tokens))) for t in members]
+    )
+    critic = [np.pad(v, (0, width - len(v))) for v in extras_of(groups)["values"]]
+    rewards = np.zeros(mask.shape)
+    for i, t in enumerate(members):
+        if mask[i].any():
+            rewards[i, np.flatnonzero(mask[i])[-1]] = t.reward.value
+    want = whiten(gae(rewards, np.array(critic), mask, gamma=0.9, lam=0.8)[0], mask)
+    for row, value in zip(want, values):
+        np.testing.assert_allclose(value, row[: len(value)], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+def test_dpo_has_the_gradient_of_its_pairs(kind):
+    """Through packing and loss weights: sum(weights * -A log p) pulls each token as the mean pair loss does."""
+    groups = [
+        fake_group(0, [1.0, 0.0], [9, 13]),
+        fake_group(1, [0.2, 0.9, 0.5], [8, 15, 11]),  # the middle one is in no pair
+        fake_group(2, [0.5, 0.5], [8, 8]),  # no pair
+    ]
+    algorithm = make("dpo", preference=kind, beta=0.3, label_smoothing=0.1 * (kind == "sigmoid"))
+    groups, dropped = algorithm.select(groups)
+    assert dropped == [("r/0/2", "no_pair")]
+    batch = pack(groups, LearnerSettings(row_tokens=32))
+    extras = {n: batch.place(a, np.float32) for n, a in extras_of(groups).items()}
+    batch, _ = with_advantages(batch, groups, extras, algorithm, None, algorithm.settings)
+    members = [t for group in groups for t in group.trajectories]
+    got = batch.gather(-batch.advantages * batch.loss_weights, len(members))
+
+    chosen, rejected = [members[0], members[3]], [members[1], members[2]]
+    of = dict(zip([t.uid for t in members], range(len(members))))
+
+    def side(trajectories, name):
+        return np.array(
+            [
+                np.pad(extras_of(groups)[name][of[t.uid]], (0, 16 - len(t.tokens)))
+                for t in trajectories
+            ]
+        )
+
+    masks = [
+        np.array([np.pad(t.loss_mask, (0, 16 - len(t.tokens))) for t in ts])
+        for ts in (chosen, rejected)
+    ]
+
+    def mean(up, down):
+        sides = [
+            Side(p, side(ts, "reference_logprobs"), m)
+            for p, ts, m in zip((up, down), (chosen, rejected), masks)
+        ]
+        return pair_loss(
+            *sides, beta=0.3, kind=kind, label_smoothing=algorithm.settings.label_smoothing
+        ).loss.mean()
+
+    grads = jax.grad(mean, argnums=(0, 1))(
+        side(chosen, "old_logprobs"), side(rejected, "old_logprobs")
+    )
+    for trajectories, grad in zip((chosen, rejected), grads):
+        for t, row in zip(trajectories, grad):
+            np.testing.assert_allclose(got[of[t.uid]], row[: len(t.tokens)], atol=1e-6)
+    assert not got[4].any()
