@@ -18,16 +18,16 @@ def get_config(arg: str = "") -> ConfigDict:
             {
                 "tag": "frozen_lake",
                 "env": "frozen_lake",
-                "script_episodes": 512,
-                "script_skill": 0.45,
-                "config": {"num_maps": 16, "instructions": ""},
+                "script_episodes": 1024,
+                "script_skill": 0.3,
+                "config": {"num_maps": 16, "max_turns": 8, "instructions": ""},
             }
         ),
         ConfigDict(
             {
                 "tag": "chain_sum",
                 "env": "reasoning_gym",
-                "script_episodes": 4096,
+                "script_episodes": 6144,
                 "script_skill": 0.4,
                 "config": {
                     "dataset": "chain_sum",
@@ -38,20 +38,23 @@ def get_config(arg: str = "") -> ConfigDict:
                         "max_digits": 1,
                     },
                     "bare": True,
-                    "eval_size": 32,
+                    "size": 2000,
+                    "eval_size": 16,
                     "script_miss": "?",
                 },
             }
         ),
     ]
     config.model.qk_norm = True
-    config.warm_start.update(steps=400, batch_episodes=104, learning_rate=6e-3)
+    config.warm_start.update(steps=450, batch_episodes=160, learning_rate=6e-3)
     config.engine.update(slots=40, context=256, steps_per_block=4, chunk_sizes=(64, 320))
     config.rollout.update(batch_groups=8, group_size=8, max_staleness=1, max_new_tokens=6)
     config.algorithm.update(name="dr_grpo", entropy_coef=0.01)
     config.algorithm.aggregation = "seq-mean-token-mean"
-    config.learner.update(learning_rate=1e-3, row_tokens=256, microbatch_rows=4)
+    config.learner.update(
+        learning_rate=1.5e-3, schedule="linear", adam_b2=0.99, row_tokens=256, microbatch_rows=8
+    )
     config.weights.kv = "keep"
-    config.eval.every = 30
-    config.steps = 120
+    config.eval.every = 20
+    config.steps = 60
     return config
