@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kernels.kv import KVSpec
+from rl_jax import schema
 from rl_jax.config import Parsed
 from rl_jax.mesh import MeshPlan
 from rl_jax.mesh.rules import Rules, merge_rules
@@ -24,7 +25,7 @@ from rl_jax.models.model import Model
 from rl_jax.preflight import round_trips
 from rl_jax.rollout.traces import read_traces
 from rl_jax.rollout.worker import EnvPool
-from rl_jax.settings import Settings
+from rl_jax.settings import AlgorithmSettings, Settings
 from rl_jax.tokens import ChatRenderer
 from rl_jax.types import Trajectory
 
@@ -47,6 +48,7 @@ def dry_run(
     print(
         f"model: {num_weights:,} weights; a sync moves {wire:,} bytes to each of {len(plan.servers)} servers"
     )
+    print(algorithm_line(settings.algorithm))
     report: dict[str, Any] = {
         "mesh": plan.name,
         "num_devices": plan.num_devices,
@@ -62,6 +64,13 @@ def dry_run(
         path.mkdir(parents=True, exist_ok=True)
         (path / "plan.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def algorithm_line(settings: AlgorithmSettings) -> str:
+    """The algorithm's resolved values: its own where the config gave none; what it does not read is left out."""
+    values = schema.leaves(schema.to_tree(settings))
+    read = [f"{key}={value}" for key, value in values.items() if value is not None]
+    return f"algorithm {settings.name}: {', '.join(read[1:])}"
 
 
 def memory_rows(

@@ -104,6 +104,7 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path):
     done = launched("--dry_run", f"--run_dir={tmp_path / 'r'}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "decode.0" in done.stdout and "prefill.0" in done.stdout
+    assert "algorithm dr_grpo: clip_low=0.2, clip_high=0.28" in done.stdout  # its own, resolved
     assert [p.name for p in tmp_path.rglob("*")] == ["r", "plan.json"]
     assert json.loads((tmp_path / "r" / "plan.json").read_text())["mesh"] == "split_8"
 
