@@ -11,7 +11,7 @@ import jax
 def kernel_times(run: Callable[[], object]) -> dict:
     """{"span_ms": first start to last end, "busy_ms": ..., "kernels": [[ms, count, operation, kernel], ...]}.
 
-    The longest kernel first. operation: the compiled program's name of it.
+    The longest kernel first. operation: of the compiled program; its CUDA graph, where XLA made one of several.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

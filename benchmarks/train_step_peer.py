@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--microbatch-rows", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--checkpointing", action="store_true")
     args = parser.parse_args()
     print(json.dumps(measure(args)))
@@ -53,7 +54,7 @@ def measure(args: argparse.Namespace) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     rate = matmul_rate()
     found = {}
-    for size in (1, 2, 4):
+    for size in args.microbatch_rows:
         torch.cuda.reset_peak_memory_stats()
         try:
             times = [step(model, optimizer, tokens, size) for _ in range(args.repeats + 1)][1:]
