@@ -45,12 +45,12 @@ class PoolSettings:
 @dataclass(frozen=True)
 class MeshSettings:
     name: str = "one_device"
-    # the JAX backend: "" = whatever JAX finds, "cpu" = the CPU with simulated devices
-    platform: str = ""
     pools: tuple[PoolSettings, ...] = (PoolSettings(),)
     # (logical axis, mesh axis or axes)
     rules_train: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
     rules_serve: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
+    # the JAX backend: "" = whatever JAX finds, "cpu" = the CPU with simulated devices
+    platform: str = ""
 
 
 @dataclass(frozen=True)
