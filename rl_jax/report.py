@@ -19,7 +19,7 @@ from kernels.kv import KVSpec
 from rl_jax import schema
 from rl_jax.config import Parsed
 from rl_jax.mesh import MeshPlan
-from rl_jax.mesh.rules import Rules, merge_rules
+from rl_jax.mesh.rules import Rules, mesh_axes
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
 from rl_jax.preflight import round_trips
@@ -156,8 +156,7 @@ def _sharded_size(model: Model, rules: Rules, axes: Mapping[str, int]) -> int:
 
 def _num_shards(logical: Sequence[str | None], rules: Rules, axes: Mapping[str, int]) -> int:
     """Pieces that an array with these logical axes is cut into on a mesh of these sizes."""
-    on = dict(merge_rules((), rules))
-    return math.prod(axes[axis] for name in logical if name for axis in on.get(name, ()))
+    return math.prod(axes[axis] for on in mesh_axes(logical, rules) for axis in on)
 
 
 def _sample_episode(path: Path) -> list[str] | None:

@@ -8,14 +8,14 @@ Must not: choose while tracing.
 import logging
 from collections.abc import Callable
 from functools import partial
-from math import ceil
+from math import ceil, prod
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kernels.packed_attention import KERNELS, Split, find_segments, packed_attention, unfit
-from rl_jax.mesh import RulesLike, named_sharding
+from rl_jax.mesh import RulesLike, mesh_axes
 from rl_jax.models.attention import Attend, attention, causal_segment_mask
 from rl_jax.settings import ModelSettings
 
@@ -88,22 +88,12 @@ def plain_attention(positions: jax.Array, segments: jax.Array) -> Attend:
     return attend
 
 
-def _axes(rules: RulesLike, mesh: Mesh, *logical: str) -> list[tuple[str, ...]]:
-    """Mesh axes of each logical axis."""
-    spec = named_sharding(logical, rules, mesh).spec
-    entries = [*spec, *[None] * (len(logical) - len(spec))]
-    return [(x,) if isinstance(x, str) else tuple(x or ()) for x in entries]
-
-
 def _unsplit(settings: ModelSettings, rules: RulesLike, mesh: Mesh) -> str:
     """Why rows or heads cannot be split as the rules say; "" if they can."""
-    (length,) = _axes(rules, mesh, "length")
+    length, heads = mesh_axes(("length", "kv_heads"), rules)
     if any(mesh.shape[axis] > 1 for axis in length):
         return f"kernels take whole rows, mesh axes {'*'.join(length)} split them"
-    (heads,) = _axes(rules, mesh, "kv_heads")
-    shards = 1
-    for axis in heads:
-        shards *= mesh.shape[axis]
+    shards = prod(mesh.shape[axis] for axis in heads)
     if settings.num_kv_heads % shards:
         return f"model.num_kv_heads={settings.num_kv_heads} is not divisible by {'*'.join(heads)}={shards}"
     return ""
@@ -112,5 +102,5 @@ def _unsplit(settings: ModelSettings, rules: RulesLike, mesh: Mesh) -> str:
 def _split(rules: RulesLike, mesh: Mesh) -> Split | None:
     if mesh.size == 1:
         return None
-    batch, heads = _axes(rules, mesh, "batch", "kv_heads")
+    batch, heads = mesh_axes(("batch", "kv_heads"), rules)
     return Split(mesh, batch, heads)

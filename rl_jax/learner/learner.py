@@ -32,7 +32,7 @@ from rl_jax.learner.microbatches import Arrays, microbatches, to_rows
 from rl_jax.learner.mismatch import mismatch_metrics
 from rl_jax.learner.optimizer import learning_rate, make_optimizer
 from rl_jax.learner.step import Forward, TrainState, make_score, make_step
-from rl_jax.mesh import RulesLike, constrainer, named_sharding, shardings
+from rl_jax.mesh import RulesLike, constrainer, mesh_axes, named_sharding, shardings
 from rl_jax.metrics import Metric
 from rl_jax.models.model import Model, Params
 from rl_jax.settings import LearnerSettings
@@ -73,7 +73,7 @@ class Learner:
         self._dump_dir = Path(dump_dir) if dump_dir is not None else None
         self._rows = named_sharding((None, "batch", None), rules, mesh)
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._check_rows()
+        self._check_rows(rules)
         self._capacity = max(ceil(max_rows / settings.microbatch_rows), 1)
         self._chunk = min(
             max(settings.logprob_chunk // settings.microbatch_rows, 1), settings.row_tokens
@@ -227,9 +227,8 @@ class Learner:
         target = {n: self._rows if np.ndim(a) == 3 else self._replicated for n, a in arrays.items()}
         return jax.device_put(arrays, target)
 
-    def _check_rows(self) -> None:
-        axes = self._rows.spec[1] if len(self._rows.spec) > 1 else None
-        axes = (axes,) if isinstance(axes, str) else (axes or ())
+    def _check_rows(self, rules: RulesLike) -> None:
+        (axes,) = mesh_axes(("batch",), rules)
         shards = prod(self.mesh.shape[axis] for axis in axes)
         if self.settings.microbatch_rows % shards:
             n = self.settings.microbatch_rows
@@ -263,8 +262,7 @@ def _split(rules: RulesLike, mesh: Mesh) -> Split | None:
     """How rows and the vocabulary lie on the mesh, by the rules; None on one device."""
     if mesh.size == 1:
         return None
-    axes = named_sharding(("batch", "vocab"), rules, mesh).spec
-    batch, vocab = ((x,) if isinstance(x, str) else tuple(x or ()) for x in (*axes, None, None)[:2])
+    batch, vocab = mesh_axes(("batch", "vocab"), rules)
     return Split(mesh, batch, vocab)
 
 

@@ -30,8 +30,10 @@ from rl_jax.mesh.rules import (
     TRAIN_RULES,
     Rules,
     RulesLike,
+    as_tuple,
     full_axes,
     merge_rules,
+    mesh_axes,
 )
 
 __all__ = [
@@ -44,11 +46,13 @@ __all__ = [
     "RulesLike",
     "ServerPlan",
     "TrainPlan",
+    "as_tuple",
     "build_meshes",
     "constrainer",
     "full_axes",
     "make_mesh",
     "merge_rules",
+    "mesh_axes",
     "named_sharding",
     "partition_spec",
     "shardings",

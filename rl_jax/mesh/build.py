@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rl_jax.mesh.plan import MeshPlan
-from rl_jax.mesh.rules import AXES, RulesLike, full_axes, merge_rules
+from rl_jax.mesh.rules import AXES, RulesLike, full_axes, mesh_axes
 
 if TYPE_CHECKING:
     import jax
@@ -48,8 +48,7 @@ def partition_spec(axes: Sequence[str | None], rules: RulesLike) -> "jax.shardin
     """The PartitionSpec of an array whose dimensions have these logical axes."""
     from jax.sharding import PartitionSpec
 
-    table = dict(merge_rules((), rules))
-    entries = [table.get(name, ()) if name else () for name in axes]
+    entries = mesh_axes(axes, rules)
     return PartitionSpec(*(e[0] if len(e) == 1 else (e or None) for e in entries))
 
 

@@ -48,7 +48,7 @@ def merge_rules(defaults: RulesLike, rules: RulesLike) -> Rules:
     A rule's value is a mesh axis, several, or None / () for "not split".
     """
     merged: dict[str, Any] = dict(defaults) | dict(rules)
-    return tuple((logical, _as_tuple(axes)) for logical, axes in merged.items())
+    return tuple((logical, as_tuple(axes)) for logical, axes in merged.items())
 
 
 def full_axes(axes: Mapping[str, int]) -> dict[str, int]:
@@ -56,7 +56,14 @@ def full_axes(axes: Mapping[str, int]) -> dict[str, int]:
     return {name: axes.get(name, 1) for name in AXES}
 
 
-def _as_tuple(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+def mesh_axes(logical: Sequence[str | None], rules: RulesLike) -> list[tuple[str, ...]]:
+    """The mesh axes that the rules split each of these logical axes over; () for none."""
+    table = dict(merge_rules((), rules))
+    return [table.get(name, ()) if name else () for name in logical]
+
+
+def as_tuple(axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    """A rule's value, or an entry of a PartitionSpec, as the mesh axes it names."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)

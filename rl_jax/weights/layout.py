@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rl_jax.mesh import as_tuple
+
 REPLICAS = "replicas"
 
 Box = tuple[tuple[int, int], ...]  # per dimension [start, stop) of a shard in the whole array
@@ -150,6 +152,5 @@ def _leading(axes: dict[str, int], parts: int) -> dict[str, int] | None:
 
 def _keep(entry: str | Sequence[str] | None, kept: set[str]):
     """One dimension's spec entry with only the axes the source layout has."""
-    names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-    names = tuple(n for n in names if n in kept)
+    names = tuple(n for n in as_tuple(entry) if n in kept)
     return names[0] if len(names) == 1 else (names or None)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from rl_jax.mesh import as_tuple
 from rl_jax.settings import WeightSettings
 
 Axes = Mapping[str, tuple[str | None, ...]]
@@ -203,7 +204,7 @@ def _side_errors(side, abstract, logical_axes, mesh, shardings) -> list[str]:
 def _divide_errors(side, name, shape, axes, sharding) -> list[str]:
     errors = []
     for dim, entry in enumerate(sharding.spec):
-        mesh_axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        mesh_axes = as_tuple(entry)
         ways = math.prod(sharding.mesh.shape[a] for a in mesh_axes)
         if shape[dim] % ways:
             meaning = axes[dim] if dim < len(axes) else None
