@@ -8,14 +8,9 @@ denominator. With nothing trained every weight is 0.
 
 import numpy as np
 
-AGGREGATIONS = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "group-mean-token-mean",
-)
+from rl_jax.algorithms.options import CHOICES
+
+AGGREGATIONS = CHOICES["aggregation"]
 
 
 def sequence_weights(

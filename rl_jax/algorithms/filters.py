@@ -5,6 +5,8 @@ A filter drops whole groups before anything is counted; the buffer replaces them
 
 import numpy as np
 
+from rl_jax.algorithms.group_advantages import checked, informative
+
 
 def informative_groups(
     rewards: np.ndarray, groups: np.ndarray, valid: np.ndarray | None = None
@@ -13,7 +15,11 @@ def informative_groups(
 
     Source:  dynamic sampling, DAPO arXiv:2503.14476. Differs: a group of one is dropped, it has no advantage.
     """
-    return _kept(rewards, groups, valid, lambda own: len(own) > 1 and own.max() > own.min())
+    rewards, valid = checked(rewards, groups, valid)
+    groups = np.asarray(groups)
+    return np.array(
+        [groups[members[0]] for members in informative(rewards, groups, valid)], groups.dtype
+    )
 
 
 def groups_in_band(
@@ -25,12 +31,7 @@ def groups_in_band(
     high: float,
 ) -> np.ndarray:
     """Ids of the groups with low < mean reward < high, both exclusive, ascending."""
-    return _kept(rewards, groups, valid, lambda own: len(own) > 0 and low < own.mean() < high)
-
-
-def _kept(rewards, groups, valid, keep) -> np.ndarray:
-    rewards, groups = np.asarray(rewards, np.float64), np.asarray(groups)
-    valid = np.ones(len(groups), bool) if valid is None else np.asarray(valid) != 0
-    return np.array(
-        [g for g in np.unique(groups) if keep(rewards[(groups == g) & valid])], groups.dtype
-    )
+    rewards, valid = checked(rewards, groups, valid)
+    groups = np.asarray(groups)
+    means = {g: rewards[(groups == g) & valid].mean() for g in np.unique(groups[valid])}
+    return np.array([g for g, mean in means.items() if low < mean < high], groups.dtype)

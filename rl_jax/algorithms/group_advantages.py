@@ -31,10 +31,10 @@ def group_normalised(
     """
     if std_scope not in STD_SCOPES:
         raise ValueError(f"std_scope={std_scope!r} is unknown; one of {', '.join(STD_SCOPES)}")
-    rewards, valid = _checked(rewards, groups, valid)
+    rewards, valid = checked(rewards, groups, valid)
     batch_std = np.std(rewards[valid], ddof=ddof) if valid.sum() > ddof else 0.0
     advantages = np.zeros(len(rewards), np.float64)
-    for members in _informative(rewards, groups, valid):
+    for members in informative(rewards, groups, valid):
         own = rewards[members]
         centred = own - own.mean()
         if std_scope == "group":
@@ -59,9 +59,9 @@ def leave_one_out(
     Returns: float64[S], 0 for invalid members, groups of one and groups of equal rewards.
     Source:  RLOO arXiv:2402.14740; normalize as in TRL.
     """
-    rewards, valid = _checked(rewards, groups, valid)
+    rewards, valid = checked(rewards, groups, valid)
     advantages = np.zeros(len(rewards), np.float64)
-    for members in _informative(rewards, groups, valid):
+    for members in informative(rewards, groups, valid):
         own = rewards[members]
         advantages[members] = (own - own.mean()) * (len(own) / (len(own) - 1))
     return batch_normalised(advantages, valid, eps=eps) if normalize else advantages
@@ -74,10 +74,10 @@ def length_weighted(
 
     Source:  OPO arXiv:2505.23585.
     """
-    rewards, valid = _checked(rewards, groups, valid)
+    rewards, valid = checked(rewards, groups, valid)
     lengths = np.asarray(lengths, np.float64)
     advantages = np.zeros(len(rewards), np.float64)
-    for members in _informative(rewards, groups, valid):
+    for members in informative(rewards, groups, valid):
         own, weight = rewards[members], lengths[members]
         if weight.sum() > 0:
             advantages[members] = own - (weight * own).sum() / weight.sum()
@@ -91,9 +91,9 @@ def max_likelihood(
 
     Source:  MaxRL arXiv:2602.02710; for rewards in [0, 1].
     """
-    rewards, valid = _checked(rewards, groups, valid)
+    rewards, valid = checked(rewards, groups, valid)
     advantages = np.zeros(len(rewards), np.float64)
-    for members in _informative(rewards, groups, valid):
+    for members in informative(rewards, groups, valid):
         own = rewards[members]
         if own.mean() > 0:
             advantages[members] = (own - own.mean()) / own.mean()
@@ -112,9 +112,9 @@ def best_of_group(
 
     Source:  Pass@k policy optimisation arXiv:2503.19595.
     """
-    rewards, valid = _checked(rewards, groups, valid)
+    rewards, valid = checked(rewards, groups, valid)
     advantages = np.zeros(len(rewards), np.float64)
-    for members in _informative(rewards, groups, valid):
+    for members in informative(rewards, groups, valid):
         own = rewards[members]
         second, best = np.sort(own)[-2:]
         gap = best - second
@@ -139,7 +139,7 @@ def multi_reward(
     """
     components = np.asarray(components, np.float64)
     weights = [1.0] * components.shape[1] if weights is None else weights
-    _, valid = _checked(components[:, 0], groups, valid)
+    _, valid = checked(components[:, 0], groups, valid)
     total = np.zeros(len(components), np.float64)
     for column, weight in zip(components.T, weights, strict=True):
         total += weight * group_normalised(column, groups, valid, eps=eps)
@@ -162,7 +162,8 @@ def above_greedy(rewards: np.ndarray, greedy_rewards: np.ndarray) -> np.ndarray:
     return np.asarray(rewards, np.float64) - np.asarray(greedy_rewards, np.float64)
 
 
-def _checked(rewards, groups, valid) -> tuple[np.ndarray, np.ndarray]:
+def checked(rewards, groups, valid) -> tuple[np.ndarray, np.ndarray]:
+    """(rewards f64[S], valid bool[S], all if None). Raises ValueError where lengths differ."""
     rewards = np.asarray(rewards, np.float64)
     valid = np.ones(len(rewards), bool) if valid is None else np.asarray(valid) != 0
     if not len(rewards) == len(groups) == len(valid):
@@ -172,9 +173,7 @@ def _checked(rewards, groups, valid) -> tuple[np.ndarray, np.ndarray]:
     return rewards, valid
 
 
-def _informative(
-    rewards: np.ndarray, groups: np.ndarray, valid: np.ndarray
-) -> Iterator[np.ndarray]:
+def informative(rewards: np.ndarray, groups: np.ndarray, valid: np.ndarray) -> Iterator[np.ndarray]:
     """Indices of the valid members of each group whose rewards are not all equal."""
     groups = np.asarray(groups)
     for group in np.unique(groups):

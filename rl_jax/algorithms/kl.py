@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from rl_jax.algorithms.options import CHOICES
 from rl_jax.algorithms.ratios import MAX_LOG_RATIO, difference, log_ratio
 
-KL_KINDS = ("k1", "k2", "k3", "k3+", "abs")
+KL_KINDS = tuple(
+    kind for kind in CHOICES["kl.kind"] if kind != "unbiased"
+)  # it takes old_logprobs too
 MAX_K3 = 10.0
 
 
