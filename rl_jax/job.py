@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ from rl_jax.learner.batch import BatchError
 from rl_jax.learner.learner import Learner, NonFiniteError
 from rl_jax.ledger import Ledger, LedgerError
 from rl_jax.mesh import Meshes, MeshPlan, build_meshes
-from rl_jax.metrics import MetricsWriter, Progress
+from rl_jax.metrics import Metric, MetricsWriter
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
 from rl_jax.preflight import Resolve, load_names, prepare_tasks, present_devices
+from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
 from rl_jax.resume import RunDirError
 from rl_jax.rollout.buffer import SampleBuffer, SelectionEmpty, TakeTimeout
@@ -383,7 +384,14 @@ def _warm_start(job: Job, model: Model, learner: Learner, parts: Parts, recorder
         learning_rate=cfg.learning_rate, schedule="cosine", warmup_steps=min(5, cfg.steps - 1),
     )  # fmt: skip
     teacher.reset(learner.params)
-    with job.progress.phase(f"warm start, {cfg.steps} supervised steps", "the first compiles"):
-        loss = warm_start(teacher, groups, cfg, settings.seed, recorder.warm_start)
+    done = "compiling"
+
+    def record(step: int, metrics: Mapping[str, Metric]) -> None:
+        nonlocal done
+        recorder.warm_start(step, metrics)
+        done = f"step {step} of {cfg.steps}, loss {metrics['policy/loss'].mean:.3f}"
+
+    with job.progress.phase("warm start", "the first step compiles", lambda: done):
+        loss = warm_start(teacher, groups, cfg, settings.seed, record)
     learner.reset(teacher.params)
     job.progress.note(f"warm start ended at a loss of {loss:.3f} nats a token")

@@ -19,7 +19,7 @@ from typing import Any
 
 from rl_jax import backend, config, resume
 from rl_jax.mesh import MeshPlan
-from rl_jax.metrics import Progress
+from rl_jax.progress import Progress
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.settings import MeshSettings, ModelSettings
 

@@ -1,29 +1,25 @@
-"""Metrics as (sum, count, min, max), the one table of their names, the metrics file, and the lines a person watches.
+"""Metrics as (sum, count, min, max), the one table of their names, and the metrics file.
 
-Owns: `Metric`, `METRICS`, `MetricsWriter` (sole writer of metrics.jsonl), `Progress` (sole writer of the console).
+Owns: `Metric`, `METRICS`, `MetricsWriter` (sole writer of metrics.jsonl).
 Invariants: a mean is divided once, here, at the very end; what was not measured is absent, never 0; a value that is not
 finite is dropped and counted, so that every line of metrics.jsonl is valid JSON; nothing here can stop training: a full
-disk or a closed terminal costs rows, which are counted.
+disk costs rows, which are counted.
 Life of a number: 1 a part returns a Metric (or (sum, count) from inside jit). 2 Whoever holds several merges them.
-3 The driver's recorder hands one row a step to MetricsWriter and to Progress.
-Must not: know a part, or wait for one (the heartbeat asks a callable what is awaited).
+3 The driver's recorder hands one row a step to MetricsWriter and to Progress (progress.py).
+Must not: know a part, or wait for one.
 """
 
 import json
 import logging
 import math
 import re
-import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 LOG = logging.getLogger(__name__)
-PROGRESS_FORMS = ("auto", "plain", "json", "none")
 
 # name -> one-line meaning. A name may end in ".x": one task tag, evaluation or reason. lag{n}: n = consuming version
 # minus the version that sampled the token; pure or mixed: whether all KV behind the token was of that version.
@@ -234,168 +230,3 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
             rows = [r for r in rows if r["step"] < row["step"]]
         rows.append(row)
     return rows
-
-
-# --- what a person watches -----------------------------------------------------------------------------------------
-
-
-def duration(seconds: float) -> str:
-    """9.3 s, 4m08s, 2h05m."""
-    if seconds < 99.5:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
-
-
-def _short(value: float) -> str:
-    """1234 -> 1.2k; three significant digits."""
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:.3g}"
-
-
-def format_step(step: int, total: int, row: Row, eta_s: float | None) -> str:
-    """The one line of a step: what was not measured is left out."""
-    values, _ = values_of(row)
-
-    def reward(suffix: str) -> str:
-        text = f"{values[f'reward/mean{suffix}']:.3f}"
-        metric, std = row[f"reward/mean{suffix}"], values.get(f"reward/std{suffix}")
-        if isinstance(metric, Metric) and std is not None:
-            text += f"+-{std / math.sqrt(metric.count):.3f}"
-        if (success := values.get(f"reward/success{suffix}")) is not None:
-            text += f" ok {success:.0%}"
-        return text
-
-    def number(label: str, *names: str, form: Callable[[float], str] = _short) -> str | None:
-        found = [form(values[n]) for n in names if n in values]
-        return f"{label} {'/'.join(found)}" if found else None
-
-    parts = [f"step {step:>{len(str(total))}}/{total}"]
-    if "reward/mean" in values:
-        parts.append(f"reward {reward('')}")
-    tags = sorted(n[len("reward/mean") :] for n in values if n.startswith("reward/mean."))
-    if len(tags) > 1:
-        parts += [f"{tag[1:]} {reward(tag)}" for tag in tags]
-    wait = None
-    if values.get("time/step_s"):
-        wait = values.get("time/wait_for_batch_s", 0.0) / values["time/step_s"]
-    parts += [
-        number("tok/s decode", "perf/decode_tokens_per_s"),
-        number("train", "perf/train_tokens_per_s"),
-        number("stale", "staleness/mean", "staleness/max"),
-        f"wait {wait:.0%}" if wait is not None else None,
-        number("entropy", "policy/entropy"),
-        number("grad", "optim/grad_norm"),
-        number("mismatch", "mismatch/abs_mean", form=lambda v: f"{v:.1e}"),
-        number("skipped", "optim/skipped") if values.get("optim/skipped") else None,
-        number("step", "time/step_s", form=duration),
-        f"eta {duration(eta_s)}" if eta_s is not None else None,
-    ]
-    return "  ".join(part for part in parts if part)
-
-
-class Progress:
-    """Sole writer of the console. Lines also go to the "rl_jax" logger, so that the run's log file holds them.
-
-    form: auto (plain), plain, json (one object a line), none (the log only). Thread-safe.
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        form: str = "auto",
-        heartbeat_s: float = 30.0,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        if form not in PROGRESS_FORMS:
-            raise ValueError(f"progress form {form!r} is not one of {', '.join(PROGRESS_FORMS)}")
-        self.total_steps, self.heartbeat_s = total_steps, heartbeat_s
-        self._form = "plain" if form == "auto" else form
-        self._stream, self._clock = stream if stream is not None else sys.stdout, clock
-        self._lock = threading.Lock()
-        self._last_line_s = self._clock()
-        self._first_step: tuple[int, float] | None = None
-        self._step = 0
-        self._beat: threading.Thread | None = None
-        self._closing = threading.Event()
-
-    def note(self, text: str, **fields: Any) -> None:
-        """One line that is not a step; `fields` appear in the json form only."""
-        self._print("note", text, fields)
-
-    def step(self, step: int, row: Row) -> None:
-        """The line of a finished step; the time left is estimated from the steps since the first."""
-        now, self._step = self._clock(), step
-        eta = None
-        if self._first_step is None:
-            self._first_step = (step, now)
-        elif step > self._first_step[0]:
-            pace = (now - self._first_step[1]) / (step - self._first_step[0])
-            eta = pace * (self.total_steps - step)
-        fields = {"step": step, "total": self.total_steps, "eta_s": eta, **values_of(row)[0]}
-        self._print("step", format_step(step, self.total_steps, row, eta), fields)
-
-    @contextmanager
-    def phase(self, name: str, why: str = "") -> Generator[None, None, None]:
-        """A stretch of work with a banner before and its seconds after, such as the first compile."""
-        self.note(f"{name} ..." + (f" ({why})" if why else ""))
-        start = self._clock()
-        yield
-        seconds = self._clock() - start
-        self.note(f"{name}: {duration(seconds)}", seconds=round(seconds, 3))
-
-    def start_heartbeat(self, status: Callable[[], str]) -> None:
-        """From now on, `heartbeat_s` without a line prints one that says what `status()` is waiting for."""
-        if self._beat is not None:
-            raise RuntimeError("the heartbeat runs already; one Progress has one")
-        self._beat = threading.Thread(
-            target=self._run, args=(status,), name="heartbeat", daemon=True
-        )
-        self._beat.start()
-
-    def beat(self, status: Callable[[], str]) -> float:
-        """Print the heartbeat if it is due; returns the seconds until it may be due again."""
-        quiet = self._clock() - self._last_line_s
-        if quiet < self.heartbeat_s:
-            return self.heartbeat_s - quiet
-        try:
-            awaited = status()
-        except Exception as error:  # boundary: a status that fails must not end the heartbeat
-            awaited = f"unknown: status raised {type(error).__name__}: {error}"
-        where = f"after step {self._step}" if self._step else "before the first step"
-        self._print(
-            "heartbeat",
-            f"... {duration(quiet)} {where}, waiting for {awaited}",
-            {"quiet_s": round(quiet, 1), "waiting_for": awaited},
-        )
-        return self.heartbeat_s
-
-    def close(self) -> None:
-        self._closing.set()
-        if self._beat is not None:
-            self._beat.join(timeout=5.0)
-            self._beat = None
-
-    def _run(self, status: Callable[[], str]) -> None:
-        pause = self.heartbeat_s
-        while not self._closing.wait(pause):
-            pause = max(self.beat(status), 0.01)
-
-    def _print(self, kind: str, text: str, fields: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._last_line_s = self._clock()
-            LOG.info(text)
-            if self._form == "none":
-                return
-            line = text
-            if self._form == "json":
-                bad = (math.inf, -math.inf)
-                finite = {k: v for k, v in fields.items() if v == v and v not in bad}
-                line = json.dumps({"kind": kind, "text": text, **finite}, allow_nan=False)
-            try:
-                print(line, file=self._stream, flush=True)
-            except (OSError, ValueError):  # terminal closed: go on, the log has the line
-                self._form = "none"

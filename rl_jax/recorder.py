@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_jax.metrics import Metric, MetricsWriter, Progress
+from rl_jax.metrics import Metric, MetricsWriter
+from rl_jax.progress import Progress
 from rl_jax.rollout.traces import write_traces
 from rl_jax.settings import MetricsSettings
 from rl_jax.types import FinishReason, Group, Outcome, Trajectory

@@ -18,8 +18,8 @@ from typing import Any
 from rl_jax import schema
 from rl_jax.algorithms import ALGORITHMS, options
 from rl_jax.mesh import MeshPlan
-from rl_jax.metrics import PROGRESS_FORMS
 from rl_jax.models import MODELS
+from rl_jax.progress import PROGRESS_FORMS
 from rl_jax.rewards import REWARDS
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.settings import Settings
