@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +49,7 @@ SHAPES = {
 # layers 172 TFLOP more: 265. torch: 36.9 and 31.1 thousand tokens a second were measured on an H200.
 PREDICTIONS = {
     "elementwise, 4 rows": 1350.0,
+    "elementwise, 2 rows": 1380.0,  # gradient sums twice as often, and about 44 GB instead of 55
     "none, 2 rows": 1450.0,  # XLA keeps what is dear to compute (exponentials) and reads it again
     "layer, 4 rows": 1620.0,
     "layer, 8 rows": 1600.0,
@@ -96,6 +98,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--chunk", type=int, default=16384, help="learner.logprob_chunk")
     parser.add_argument("--attention", default="auto", help="learner.attention")
+    parser.add_argument(
+        "--max-segments", type=int, help="sequences a row that one attention call has room for"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--only", type=lambda text: text.split(";"), help="variants, as REMAT,ROWS;REMAT,ROWS"
@@ -121,6 +126,7 @@ def shared(args: argparse.Namespace) -> list[str]:
         "segments",
         "chunk",
         "attention",
+        "max_segments",
         "profile",
     )
     given = [(n, getattr(args, n)) for n in names if getattr(args, n) is not None]
@@ -233,11 +239,16 @@ def make_learner(args: argparse.Namespace, settings: ModelSettings, remat: str, 
     """A learner with random weights, made by a small program a shape: all in one takes a minute to compile."""
     import jax
 
+    import rl_jax.learner.attention
     from rl_jax.algorithms.grpo import Grpo
     from rl_jax.learner.learner import Learner
     from rl_jax.mesh import TRAIN_RULES, make_mesh
     from rl_jax.models.decoder import build_model
 
+    if args.max_segments:
+        room = {"max_segments": args.max_segments}
+        module = rl_jax.learner.attention
+        module.packed_attention = partial(module.packed_attention, **room)
     model = build_model(settings, settings.vocab_size)
     learner = Learner(
         model,
