@@ -1,1 +1,1 @@
-"""Trajectories to gradients: batch.py, microbatches.py, logprobs.py, mismatch.py, optimizer.py, step.py, learner.py."""
+"""Trajectories to gradients: batch.py, rows.py, step.py, trained.py, learner.py."""

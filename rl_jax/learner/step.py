@@ -1,6 +1,6 @@
-"""The learner's two programs, as pure functions to be jitted: one optimizer step, and log-probs without one.
+"""The learner's programs, as pure functions to be jitted: one optimizer step, and log-probs or values without one.
 
-Both run the model over the used microbatches of a fixed-capacity batch in a `fori_loop` whose trip
+All run the model over the used microbatches of a fixed-capacity batch in a `fori_loop` whose trip
 count is data: one compile, no work for padding. Gradients are summed in float32; `loss_weights`
 already hold the aggregation, so nothing is divided here. The step's own forward is at the weights
 of the step's start, so its log-probs give the mismatch metrics without a second pass. A loss or
@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import optax
 
 from kernels.linear_logprob import Hopper, Split
-from rl_jax.algorithms.algorithm import Algorithm, LossInputs
+from rl_jax.algorithms.algorithm import Algorithm, LossInputs, Sums
 from rl_jax.learner.attention import RowAttention
 from rl_jax.learner.logprobs import target_logprobs
 from rl_jax.learner.mismatch import mismatch_totals
 from rl_jax.learner.optimizer import Schedule
 from rl_jax.models.model import Constrain, Model, Params
+from rl_jax.models.value import ValueModel
 
 DeviceBatch = dict[str, jax.Array]  # microbatches.py
 
@@ -57,13 +58,8 @@ class Forward:
 
     def __call__(self, params: Params, micro: DeviceBatch) -> tuple[jax.Array, jax.Array]:
         """(log-probs, entropy), f32[R, K], 0 on empty slots."""
-        positions = micro["positions"]
-        attend = self.attention(positions, micro["segment_ids"])
-        hidden = self.model.hidden(
-            params, micro["tokens"], positions, attend, self.remat, self.constrain
-        )
         logprobs, entropy = target_logprobs(
-            hidden,
+            hidden_states(self, params, micro),
             self.model.head(params),
             micro["target_index"],
             micro["target_tokens"],
@@ -76,18 +72,67 @@ class Forward:
         valid = micro["target_mask"]
         return jnp.where(valid, logprobs, 0.0), jnp.where(valid, entropy, 0.0)
 
+    def score(self, params: Params, micro: DeviceBatch) -> jax.Array:
+        """The log-probs alone."""
+        return self(params, micro)[0]
 
-def make_step(
-    forward: Forward,
-    algorithm: Algorithm,
-    optimizer: optax.GradientTransformation,
-    schedule: Schedule,
-    grad_clip: float,
-) -> Callable[[TrainState, DeviceBatch], tuple[TrainState, dict]]:
-    """step(state, batch) -> (next state, {"sums": (sum, count) by name, "mismatch": totals}).
 
-    Args: grad_clip: gradients are scaled down to this global norm.
-    """
+@dataclass(frozen=True)
+class ValueForward:
+    """The value of the state before each trained token of one microbatch, read where its logits would be."""
+
+    model: ValueModel
+    constrain: Constrain
+    attention: RowAttention
+    remat: str
+
+    def cast(self, params: Params) -> Params:
+        """The trunk in the compute dtype, once a step."""
+        return self.model.cast(params, self.model.settings.dtype)
+
+    def score(self, params: Params, micro: DeviceBatch) -> jax.Array:
+        """f32[R, K], 0 on empty slots."""
+        hidden = hidden_states(self, params, micro)
+        before = jnp.maximum(micro["target_index"] - 1, 0)  # an empty slot has column 0
+        picked = jnp.take_along_axis(hidden, before[..., None], axis=1)  # [R, K, D]
+        return jnp.where(micro["target_mask"], self.model.values(params, picked), 0.0)
+
+
+def hidden_states(forward: Forward | ValueForward, params: Params, micro: DeviceBatch) -> jax.Array:
+    """[R, T, D] of the rows of one microbatch."""
+    positions = micro["positions"]
+    attend = forward.attention(positions, micro["segment_ids"])
+    return forward.model.hidden(
+        params, micro["tokens"], positions, attend, forward.remat, forward.constrain
+    )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the figures of one model's updates are called."""
+
+    loss: str = "policy/loss"
+    grad_norm: str = "optim/grad_norm"
+    learning_rate: str = "optim/learning_rate"
+    skipped: str = "optim/skipped"
+
+
+@dataclass(frozen=True)
+class Update:
+    """What turns summed gradients into the next state."""
+
+    optimizer: optax.GradientTransformation
+    schedule: Schedule
+    grad_clip: float  # gradients are scaled down to this global norm
+    figures: Figures
+
+
+# (params in the compute dtype, microbatch) -> (loss, (metrics, f32[R, K] to keep of the forward))
+Loss = Callable[[Params, DeviceBatch], tuple[jax.Array, tuple[Sums, jax.Array]]]
+
+
+def policy_loss(forward: Forward, algorithm: Algorithm) -> Loss:
+    """The algorithm's loss of a microbatch; keeps the log-probs."""
 
     def loss(params: Params, micro: DeviceBatch):
         logprobs, entropy = forward(params, micro)
@@ -96,71 +141,101 @@ def make_step(
         sums = {**sums, "policy/entropy": _total(entropy, micro["target_mask"])}
         return weighted.sum(), (sums, jax.lax.stop_gradient(logprobs))
 
+    return loss
+
+
+def accumulate(loss: Loss, params: Params, batch: DeviceBatch) -> dict:
+    """{"loss", "grads" (float32), "sums", "kept" f32[M, R, K]} over the used microbatches; params in compute dtype."""
     gradient = jax.value_and_grad(loss, has_aux=True)
 
+    def add(i, carry):
+        (value, (sums, kept)), grads = gradient(params, microbatch(batch, i))
+        total = jax.tree.map(
+            lambda a, b: a + b.astype(a.dtype),
+            (carry["loss"], carry["grads"], carry["sums"]),
+            (value, grads, sums),
+        )
+        kept = jax.lax.dynamic_update_index_in_dim(carry["kept"], kept, i, 0)
+        return dict(zip(("loss", "grads", "sums"), total), kept=kept)
+
+    sums_of = jax.eval_shape(loss, params, microbatch(batch, 0))[1][0]
+    zeros = {
+        "loss": jnp.float32(0),
+        "grads": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+        "sums": jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), sums_of),
+        "kept": jnp.zeros(batch["target_mask"].shape, jnp.float32),
+    }
+    return jax.lax.fori_loop(0, batch["num_microbatches"], add, zeros)
+
+
+def make_step(
+    forward: Forward, algorithm: Algorithm, update: Update
+) -> Callable[[TrainState, DeviceBatch], tuple[TrainState, dict]]:
+    """step(state, batch) -> (next state, {"sums": (sum, count) by name, "mismatch": totals})."""
+    loss = policy_loss(forward, algorithm)
+
     def step(state: TrainState, batch: DeviceBatch) -> tuple[TrainState, dict]:
-        params = forward.cast(state.params)
-
-        def add(i, carry):
-            (value, (sums, logprobs)), grads = gradient(params, microbatch(batch, i))
-            total = jax.tree.map(
-                lambda a, b: a + b.astype(a.dtype),
-                (carry["loss"], carry["grads"], carry["sums"]),
-                (value, grads, sums),
-            )
-            kept = jax.lax.dynamic_update_index_in_dim(carry["logprobs"], logprobs, i, 0)
-            return dict(zip(("loss", "grads", "sums"), total), logprobs=kept)
-
-        sums_of = jax.eval_shape(loss, params, microbatch(batch, 0))[1][0]
-        zeros = {
-            "loss": jnp.float32(0),
-            "grads": jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-            "sums": jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), sums_of),
-            "logprobs": jnp.zeros(batch["target_mask"].shape, jnp.float32),
-        }
-        out = jax.lax.fori_loop(0, batch["num_microbatches"], add, zeros)
-
-        num_trained = batch["target_mask"].sum()
-        squares = [jnp.square(g).sum() for g in jax.tree.leaves(out["grads"])]
-        norm = jnp.sqrt(sum(squares))
-        finite = jnp.isfinite(out["loss"]) & jnp.isfinite(norm)
-        applied = finite & (num_trained > 0)
-        # A multiplication fuses into the update; optax's clip divides, which costs a pass of its own.
-        scale = jnp.minimum(1.0, grad_clip / norm)
-        grads = jax.tree.map(lambda g: g * scale, out["grads"])
-        state_after = _update(state, grads, optimizer, finite, applied)
-        one = jnp.float32(1)
+        out = accumulate(loss, forward.cast(state.params), batch)
+        state_after, sums = apply_update(update, state, out, batch)
+        sums["policy/advantage"] = _total(batch["advantages"], batch["target_mask"])
         mismatch = {}
         if algorithm.samples:
             mismatch = mismatch_totals(
-                out["logprobs"],
+                out["kept"],
                 batch["behaviour_logprobs"],
                 batch["target_mask"],
                 batch["lag"],
                 batch["context_mixed"],
             )
-        sums = {
-            **out["sums"],
-            "policy/loss": (out["loss"], one),
-            "policy/advantage": _total(batch["advantages"], batch["target_mask"]),
-            "optim/grad_norm": (norm, one),
-            "optim/learning_rate": (schedule(state.step - state.skipped), one),
-            "optim/skipped": ((~finite).astype(jnp.float32), one),
-        }
         return state_after, {"sums": sums, "mismatch": mismatch}
 
     return step
 
 
-def make_score(forward: Forward) -> Callable[[Params, DeviceBatch], jax.Array]:
-    """score(params, batch) -> log-probs of the trained tokens, f32[M, R, K]."""
+def apply_update(
+    update: Update, state: TrainState, out: dict, batch: DeviceBatch
+) -> tuple[TrainState, Sums]:
+    """(next state, sums): params and optimizer state change only if all is finite and something is trained."""
+    num_trained = batch["target_mask"].sum()
+    norm = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(out["grads"])))
+    finite = jnp.isfinite(out["loss"]) & jnp.isfinite(norm)
+    applied = finite & (num_trained > 0)
+    # A multiplication fuses into the update; optax's clip divides, which costs a pass of its own.
+    scale = jnp.minimum(1.0, update.grad_clip / norm)
+    grads = jax.tree.map(lambda g: g * scale, out["grads"])
+    changes, opt_state = update.optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, changes)
+
+    def choose(new, old):
+        return jnp.where(applied, new, old)
+
+    state_after = TrainState(
+        params=jax.tree.map(choose, params, state.params),
+        opt_state=jax.tree.map(choose, opt_state, state.opt_state),
+        step=state.step + 1,
+        skipped=state.skipped + jnp.where(applied, 0, 1),
+        skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
+    )
+    one, names = jnp.float32(1), update.figures
+    return state_after, {
+        **out["sums"],
+        names.loss: (out["loss"], one),
+        names.grad_norm: (norm, one),
+        names.learning_rate: (update.schedule(state.step - state.skipped), one),
+        names.skipped: ((~finite).astype(jnp.float32), one),
+    }
+
+
+def make_score(forward: Forward | ValueForward) -> Callable[[Params, DeviceBatch], jax.Array]:
+    """score(params, batch) -> f32[M, R, K] of the trained tokens: log-probs of a Forward, values of a ValueForward."""
 
     def score(params: Params, batch: DeviceBatch) -> jax.Array:
         params = forward.cast(params)
 
         def one(i, out):
-            logprobs, _ = forward(params, microbatch(batch, i))
-            return jax.lax.dynamic_update_index_in_dim(out, logprobs, i, 0)
+            return jax.lax.dynamic_update_index_in_dim(
+                out, forward.score(params, microbatch(batch, i)), i, 0
+            )
 
         empty = jnp.zeros(batch["target_mask"].shape, jnp.float32)
         return jax.lax.fori_loop(0, batch["num_microbatches"], one, empty)
@@ -190,23 +265,6 @@ def loss_inputs(micro: DeviceBatch, logprobs: jax.Array, entropy: jax.Array) -> 
         reference_logprobs=micro.get("reference_logprobs"),
         teacher_logprobs=micro.get("teacher_logprobs"),
         lag=micro["lag"],
-    )
-
-
-def _update(state, grads, optimizer, finite, applied) -> TrainState:
-    """The next state; params and optimizer state change only where applied."""
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-
-    def choose(new, old):
-        return jnp.where(applied, new, old)
-
-    return TrainState(
-        params=jax.tree.map(choose, params, state.params),
-        opt_state=jax.tree.map(choose, opt_state, state.opt_state),
-        step=state.step + 1,
-        skipped=state.skipped + jnp.where(applied, 0, 1),
-        skipped_in_row=jnp.where(finite, 0, state.skipped_in_row + 1),
     )
 
 

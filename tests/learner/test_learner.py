@@ -10,7 +10,8 @@ import pytest
 
 from rl_jax.algorithms.grpo import Grpo
 from rl_jax.learner.batch import pack, with_advantages
-from rl_jax.learner.learner import Learner, NonFiniteError
+from rl_jax.learner.learner import Learner
+from rl_jax.learner.trained import NonFiniteError
 from rl_jax.mesh import TRAIN_RULES, make_mesh
 from rl_jax.models.attention import attention, causal_segment_mask
 from rl_jax.settings import AlgorithmSettings, LearnerSettings
