@@ -52,8 +52,9 @@ class ReasoningGymConfig:
         ""  # regular expression whose group 1 is the bare question; "" = BARE_PATTERNS
     )
     prompt: str = "{question}"  # the user message
-    # What a script that does not solve says: it gives up with this word; "" = a wrong answer near the right one, which
-    # costs a model that learns from the scripts much of what the right ones teach.
+    # What a script that does not solve says; {answer} stands for the right answer ("{answer} ?" hedges: the scripts
+    # teach the answer, RL to commit to it). "" = a wrong answer near the right one, which costs a model that learns
+    # from the scripts much of what the right ones teach.
     script_miss: str = ""
     answer_pattern: str = (
         ""  # regular expression; the last match's group 1 is the answer; "" = the stripped text
@@ -66,6 +67,10 @@ class ReasoningGymConfig:
             )
         if "{question}" not in self.prompt:
             raise ValueError(f"reasoning_gym: prompt={self.prompt!r} must hold {{question}}")
+        if self.script_miss.strip() == "{answer}":
+            raise ValueError(
+                f"reasoning_gym: script_miss={self.script_miss!r} is the right answer; add what spoils it"
+            )
         for key in ("question_pattern", "answer_pattern"):
             pattern = getattr(self, key)
             if pattern and re.compile(pattern).groups < 1:
@@ -144,7 +149,8 @@ class ReasoningGym:
         right = str(item["answer"])
         if self._is_solving:
             return right
-        return payload["script_miss"] or near_miss(right, rng, lambda i: str(dataset[i]["answer"]))
+        miss = payload["script_miss"].replace("{answer}", right)
+        return miss or near_miss(right, rng, lambda i: str(dataset[i]["answer"]))
 
 
 def extract_answer(text: str, pattern: str) -> str | None:

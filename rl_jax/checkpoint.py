@@ -47,10 +47,18 @@ class CheckpointError(RuntimeError):
 class Checkpointer:
     """Sole writer of <run>/checkpoints. Used from one thread."""
 
-    def __init__(self, run_dir: str | Path, settings: CheckpointSettings, config_hash: str = ""):
-        """config_hash: stored in every manifest. Touches nothing: a reader of another run's steps leaves them alone."""
+    def __init__(
+        self,
+        run_dir: str | Path,
+        settings: CheckpointSettings,
+        config_hash: str = "",
+        keep_oldest: bool = False,
+    ):
+        """config_hash: stored in every manifest. keep_oldest: beside the newest `keep`, the step that a replay of all
+        collected rollouts starts from. Touches nothing: a reader of another run's steps leaves them alone."""
         self.directory = Path(run_dir).absolute() / "checkpoints"
         self._settings, self._config_hash = settings, config_hash
+        self._keep_oldest = keep_oldest
         self._verified: set[int] = set()
         self._orbax: Any = None
         self._thread: threading.Thread | None = None
@@ -171,7 +179,7 @@ class Checkpointer:
 
     def _retain(self) -> None:
         """Deletes steps older than the newest `keep`; each loses its name before its bytes."""
-        for step in sorted(self._steps())[: -max(1, self._settings.keep)]:
+        for step in sorted(self._steps())[self._keep_oldest : -max(1, self._settings.keep)]:
             trash = self.directory / f".trash_step_{step}"
             self._path(step).rename(trash)
             shutil.rmtree(trash)

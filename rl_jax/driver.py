@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from rl_jax.learner.batch import Batch, pack, with_advantages
 from rl_jax.metrics import Metric
-from rl_jax.rollout.buffer import TakeInterrupted
+from rl_jax.rollout.buffer import Interrupted
 from rl_jax.settings import Settings
 from rl_jax.types import Group, SyncResult
 
@@ -31,7 +31,7 @@ class SyncFailed(RuntimeError):
 
 
 class Preempted(BaseException):
-    """SIGTERM arrived, and what was due is saved: the run can be started again.
+    """SIGTERM arrived, and what was due is saved (or a second one, which does not wait for that): start the run again.
 
     No Exception, as KeyboardInterrupt is none: where it is raised at once, what handles errors there must let it by.
     """
@@ -60,6 +60,7 @@ class DriverState:
     algorithm: Any = None
     # name -> {"first": success, "last": success}
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    evaluated: int = -1  # the version that was evaluated last, all of it
 
 
 class Driver:
@@ -73,14 +74,16 @@ class Driver:
 
     def run(self) -> DriverState:
         """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
-        p, cfg = self.parts, self.settings
+        p, cfg, state = self.parts, self.settings, self.state
         with on_sigterm(self._ask_stop):
-            self.publish(self.state.version)
-            if not self.state.evaluations:
+            self.publish(state.version)
+            if not state.evaluations:
                 self.evaluate("first")
-            for step in range(self.state.version + 1, cfg.steps + 1):
+            elif self._is_evaluation_due() and state.evaluated < state.version:
+                self.evaluate("last")  # a stop cut it short
+            for step in range(state.version + 1, cfg.steps + 1):
                 self._or_stop(step, self.step)
-                if cfg.eval.every and step % cfg.eval.every == 0 and step < cfg.steps:
+                if self._is_evaluation_due():
                     self.evaluate("last")
                 if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
                     self.save()
@@ -88,7 +91,7 @@ class Driver:
             self.save()  # before the drain: what that cancels is issued again by a resume with more steps
             p.rollout.drain()
             p.ledger.check(in_flight=0)
-        return self.state
+        return state
 
     def collect(self) -> DriverState:
         """rollout_only: `steps` batches under the starting weights, saved and not trained.
@@ -102,6 +105,7 @@ class Driver:
             self.save()  # what train_only starts from
             for step in range(self.state.version + 1, cfg.steps + 1):
                 self._or_stop(step, self._collect_step)
+            self.save()  # where a resume with more steps goes on
             p.rollout.drain()
             p.ledger.check(in_flight=0)
         return self.state
@@ -172,13 +176,23 @@ class Driver:
         )
 
     def evaluate(self, when: str) -> None:
-        """The same pinned tasks each time, on the version published last; `when` is first or last."""
-        p, cfg = self.parts, self.settings
+        """The same pinned tasks each time, on the version published last; `when` is first or last.
+
+        Counts when every name has its result: what a stop cut short is done again by a resume.
+        """
+        p, cfg, state = self.parts, self.settings, self.state
+        found: dict[str, float] = {}
         for name, tasks in p.evaluations.items():
-            result = p.rollout.evaluate(name, tasks, cfg.eval)
-            self.state.evaluations.setdefault(name, {})[when] = result.success
-            self.state.evaluations[name].setdefault("last", result.success)
-            p.recorder.evaluation(self.state.version, name, result)
+            try:
+                result = p.rollout.evaluate(name, tasks, cfg.eval, self._is_stopping)
+            except Interrupted:
+                self._save_and_stop(f"in the evaluation of version {state.version}")
+            found[name] = result.success
+            p.recorder.evaluation(state.version, name, result)
+        for name, success in found.items():
+            state.evaluations.setdefault(name, {})[when] = success
+            state.evaluations[name].setdefault("last", success)
+        state.evaluated = state.version
 
     def save(self) -> None:
         p = self.parts
@@ -186,6 +200,7 @@ class Driver:
             "version": self.state.version,
             "algorithm": self.state.algorithm,
             "evaluations": self.state.evaluations,
+            "evaluated": self.state.evaluated,
         }
         if p.rollout is not None:
             extra.update(p.rollout.position(), ledger_seq=p.ledger.seq)
@@ -218,15 +233,25 @@ class Driver:
             if not self._is_stopping():
                 act(step)
                 return
-        except TakeInterrupted:
+        except Interrupted:
             pass  # the step has not begun: its groups are pending and will be issued again
+        self._save_and_stop(f"before step {step}")
+
+    def _save_and_stop(self, where: str) -> NoReturn:
         self.save()
-        raise Preempted(
-            f"stopped by signal {self._stop} before step {step}; saved, --resume=auto goes on"
-        )
+        raise Preempted(f"stopped by signal {self._stop} {where}; saved, --resume=auto goes on")
 
     def _ask_stop(self, signum: int) -> None:
+        if self._stop is not None:
+            raise Preempted(
+                f"stopped at once by a second signal {signum}; the last save stands, --resume=auto goes on from it"
+            )
         self._stop = signum
+
+    def _is_evaluation_due(self) -> bool:
+        """Between two steps; the first and the last version are evaluated in any case."""
+        every, version = self.settings.eval.every, self.state.version
+        return bool(every) and version % every == 0 and 0 < version < self.settings.steps
 
     def _is_stopping(self) -> bool:
         return self._stop is not None

@@ -162,7 +162,9 @@ class Job:
 
 def _run_mode(job: Job, mode: str) -> None:
     settings = job.settings
-    checkpointer = Checkpointer(job.run_dir.path, settings.checkpoint)
+    checkpointer = Checkpointer(
+        job.run_dir.path, settings.checkpoint, keep_oldest=mode == "rollout_only"
+    )
     recorder = _recorder(job)
     model = job.resolve(settings.model.family, MODELS)(
         settings.model, settings.model.vocab_size or job.renderer.tokenizer.vocab_size
@@ -245,6 +247,7 @@ def _starting_point(
         version=extra["version"],
         algorithm=extra["algorithm"],
         evaluations=extra["evaluations"],
+        evaluated=extra["evaluated"],
     )
     job.progress.note(f"resumed from {source}: version {driver_state.version}")
     for change in decision.changes:

@@ -1,13 +1,18 @@
 """SIGTERM in every mode: what is due is saved, the exit code is 75, and the same command goes on."""
 
+import asyncio
 import json
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 from rl_jax import launch
+from rl_jax.checkpoint import Checkpointer
+from rl_jax.metrics import read_metrics
 from rl_jax.recorder import Recorder
+from rl_jax.rollout.evaluation import Evaluation
 from rl_jax.rollout.rollout import Rollout
 
 CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
@@ -76,6 +81,58 @@ def test_sigterm_in_a_replay_saves_and_the_rest_is_trained_after_it(tmp_path, mo
     assert run(tmp_path / "cut", *words) == 0
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert list(losses(tmp_path / "cut")) == [1, 2, 3]
+
+
+def test_sigterm_in_an_evaluation_of_a_training_run_saves_and_a_resume_does_it_again(
+    tmp_path, monkeypatch, capsys
+):
+    every = ["--config.eval.every=1", "--config.steps=2"]
+    play, driver = Evaluation.run, threading.main_thread().ident
+    sent = []
+
+    async def stuck_once(self, name, tasks, sampling, version):
+        if version == 1 and not sent:
+            sent.append(name)
+            signal.pthread_kill(driver, signal.SIGTERM)
+            await asyncio.sleep(120)
+        return await play(self, name, tasks, sampling, version)
+
+    monkeypatch.setattr(Evaluation, "run", stuck_once)
+    assert run(tmp_path, *every) == 75
+    assert "in the evaluation of version 1; saved" in capsys.readouterr().err
+    assert saved_steps(tmp_path)[-1] == "step_1" and state_of(tmp_path) == "preempted"
+    assert run(tmp_path, *every) == 0
+    played = {row["step"]: row for row in read_metrics(tmp_path) if "eval/success.even" in row}
+    assert list(played) == [0, 1, 2]
+
+
+def test_a_second_sigterm_does_not_wait_for_a_save(tmp_path, monkeypatch, capsys):
+    save = Checkpointer.save
+
+    def signalled(self, step, state, extra):
+        if step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return save(self, step, state, extra)
+
+    sigterm_at(monkeypatch, Rollout, "want", 2)
+    monkeypatch.setattr(Checkpointer, "save", signalled)
+    assert run(tmp_path) == 75
+    assert "at once by a second signal 15; the last save stands" in capsys.readouterr().err
+    assert "step_1" not in saved_steps(tmp_path) and state_of(tmp_path) == "preempted"
+
+
+@pytest.mark.slow
+def test_collecting_in_three_parts_keeps_what_a_replay_of_all_starts_from(tmp_path, monkeypatch):
+    words = ["--mode=rollout_only", "--config.checkpoint.keep=1"]
+    for step in (2, 3):
+        with monkeypatch.context() as patch:
+            sigterm_at(patch, Rollout, "want", step)
+            assert run(tmp_path / "run", *words) == 75
+    assert run(tmp_path / "run", *words) == 0
+    assert run(tmp_path / "run", *words, "--config.steps=4") == 0  # finished, then asked for more
+    steps = sorted(p.name for p in (tmp_path / "run" / "rollouts").iterdir())
+    assert steps == ["step_1", "step_2", "step_3", "step_4"]
+    assert saved_steps(tmp_path / "run") == ["step_0", "step_4"]
 
 
 def test_sigterm_in_an_evaluation_ends_it_at_once(tmp_path, monkeypatch, capsys):

@@ -36,8 +36,8 @@ class TakeTimeout(RuntimeError):
     """No batch, and no episode made progress for take_timeout_s."""
 
 
-class TakeInterrupted(RuntimeError):
-    """should_stop() became true while the driver waited for a batch."""
+class Interrupted(RuntimeError):
+    """should_stop() became true while the driver waited for a batch or an evaluation."""
 
 
 class SelectionEmpty(RuntimeError):
@@ -210,7 +210,7 @@ class SampleBuffer:
         Args:    timeout_s: without progress; None = take_timeout_s.  select: Algorithm.select; what it drops is
                  replaced, so it may be asked again, about the replacements only.
         Returns: batch_groups groups, sorted by (epoch, index).
-        Raises:  TakeTimeout, TakeInterrupted, SelectionEmpty, LedgerError (a sha256 changed), or the rollout's error.
+        Raises:  TakeTimeout, Interrupted, SelectionEmpty, LedgerError (a sha256 changed), or the rollout's error.
         """
         timeout_s = self._settings.take_timeout_s if timeout_s is None else timeout_s
         with self._change:
@@ -292,7 +292,7 @@ class SampleBuffer:
             wanted = ", ".join(f"{num} of {tag}" for tag, num in missing.items())
             text = f"step {step} waits for groups: {wanted}; {self.status()}"
             if stopped:
-                raise TakeInterrupted(text)
+                raise Interrupted(text)
             raise TakeTimeout(f"no episode progress for {timeout_s:g} s; {text}")
 
     def _pop(self, missing: dict[str, int], step: int) -> list[Group] | None:

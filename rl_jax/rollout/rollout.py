@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_jax.ledger import Ledger
-from rl_jax.rollout.buffer import SampleBuffer
+from rl_jax.rollout.buffer import Interrupted, SampleBuffer
 from rl_jax.rollout.dispatcher import Dispatcher
 from rl_jax.rollout.episode import EpisodeRules, EpisodeTools
 from rl_jax.rollout.evaluation import EvalResult, Evaluation, EvaluationFailed
@@ -165,10 +165,20 @@ class Rollout:
         """The ledger's conservation law, counted on the loop between two events. Raises LedgerError."""
         self._call(self._check(), SLACK_S)
 
-    def evaluate(self, name: str, tasks: Sequence[Task], sampling: EvalSettings) -> EvalResult:
-        """Play `tasks` with the version published last; blocks. Raises EvaluationFailed if nothing could be scored."""
+    def evaluate(
+        self,
+        name: str,
+        tasks: Sequence[Task],
+        sampling: EvalSettings,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> EvalResult:
+        """Play `tasks` with the version published last; blocks.
+
+        Raises EvaluationFailed if nothing could be scored, Interrupted once should_stop() is true.
+        """
+        run = self._evaluate(name, tasks, sampling)
         try:
-            return self._call(self._evaluate(name, tasks, sampling), sampling.timeout_s + SLACK_S)
+            return self._call(run, sampling.timeout_s + SLACK_S, should_stop)
         except (EvaluationFailed, RolloutStopped) as error:
             raise self.failed or error from None  # the cause, not that nothing could be scored
 
@@ -245,8 +255,16 @@ class Rollout:
         self._check_alive()
         self._loop.call_soon_threadsafe(self._guarded, call, *args)
 
-    def _call(self, coroutine: Coroutine, timeout_s: float) -> Any:
-        """Run on the loop and wait, as long as the thread lives and the deadline has not passed."""
+    def _call(
+        self,
+        coroutine: Coroutine,
+        timeout_s: float,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Any:
+        """Run on the loop and wait, as long as the thread lives and the deadline has not passed.
+
+        Raises Interrupted, having cancelled it, once should_stop() is true.
+        """
         if not self._thread.is_alive():
             coroutine.close()
             self._check_alive()
@@ -259,6 +277,8 @@ class Rollout:
                 except FutureTimeout:
                     if future.done():  # the coroutine itself raised TimeoutError
                         raise
+                    if should_stop():
+                        raise Interrupted from None
                     if not self._thread.is_alive() or time.monotonic() > deadline_s:
                         raise RolloutStopped(
                             f"the rollout's thread did not answer within {timeout_s:g} s: {self.status()}"

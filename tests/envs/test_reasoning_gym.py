@@ -81,6 +81,17 @@ def test_near_misses_are_wrong(module):
                 assert abs(int(near) - int(right)) <= 9
 
 
+def test_a_hedging_script_holds_the_right_answer_and_does_not_pass(module):
+    config = {"dataset_config": SMALL, "size": 20, "eval_size": 5, "script_miss": "{answer} ?"}
+    for task in module.ReasoningGym.tasks(config, "train"):
+        env = module.ReasoningGym()
+        env.reset(task, 0)
+        text = env.script(random.Random(0), 0.0)
+        assert text == f"{task.payload['answer']} ?"
+        result = env.step(Action(text))
+        assert 0 < result.reward < 1 and result.info["success"] == 0.0
+
+
 def test_a_dataset_without_answers_says_so_when_scripted(module):
     env = module.ReasoningGym()
     env.reset(
@@ -118,6 +129,7 @@ def test_a_dataset_without_answers_says_so_when_scripted(module):
             r"question_pattern='x\(y\)z' is not in the question",
         ),
         ({"answer_pattern": "abc"}, "answer_pattern='abc' must have a group"),
+        ({"script_miss": "{answer} "}, r"script_miss='\{answer\} ' is the right answer"),
         ({"prompt": "hi"}, r"must hold \{question\}"),
         ({"size": 0}, "size=0 and eval_size=64 must be at least 1"),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from rl_jax.ledger import EpisodeFacts, EpisodeRef, Ledger, LedgerError
 from rl_jax.rollout.assembly import ClosedEpisode, assemble
-from rl_jax.rollout.buffer import SampleBuffer, SelectionEmpty, TakeInterrupted, TakeTimeout, ref_of
+from rl_jax.rollout.buffer import Interrupted, SampleBuffer, SelectionEmpty, TakeTimeout, ref_of
 from rl_jax.rollout.traces import trajectory_sha256
 from rl_jax.settings import RolloutSettings
 from rl_jax.types import FinishReason, Group, Outcome, Reward, StepResult, Turn, VersionSpan
@@ -192,7 +192,7 @@ def test_take_waits_for_put_and_ends_on_failure_or_stop(ledger):
     for timer in timers:
         timer.start()
     assert buffer.take(1) == groups
-    with pytest.raises(TakeInterrupted, match="step 2 waits for groups: 2 of a; nothing runs"):
+    with pytest.raises(Interrupted, match="step 2 waits for groups: 2 of a; nothing runs"):
         buffer.take(2, should_stop=lambda: True)
     threading.Timer(0.02, buffer.fail, [RuntimeError("the env is gone")]).start()
     with pytest.raises(RuntimeError, match="the env is gone"):
