@@ -2,8 +2,8 @@
 
 One step s turns version s-1 into s:
 1. `rollout.want` raises the quota (the scheduler itself runs on every event, in the rollout's own thread).
-2. `buffer.take` waits for a batch of complete groups; stale groups and those the algorithm does not select are dropped,
-   counted and replaced.
+2. `buffer.take` waits for a batch of complete groups; stale groups, and those that `algorithm.select` refused when they
+   completed, are dropped, counted and replaced.
 3. groups -> Batch -> advantages -> one learner step. The groups are TRAINED in the ledger only after the step returned.
 4. `sync.publish` moves the new weights to every server, between two of its decode blocks, while generation goes on.
 Synchronous and asynchronous training differ by one integer, `rollout.max_staleness`, which only the rollout's admission
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from rl_jax.learner.batch import Batch, pack, with_advantages
 from rl_jax.metrics import Metric
 from rl_jax.rollout.buffer import Interrupted
+from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.settings import Settings
 from rl_jax.types import Group, SyncResult
 
@@ -75,6 +76,7 @@ class Driver:
     def run(self) -> DriverState:
         """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
         p, cfg, state = self.parts, self.settings, self.state
+        p.buffer.select = p.algorithm.select  # here only: what is not trained is not filtered
         with on_sigterm(self._ask_stop):
             self.publish(state.version)
             if not state.evaluations:
@@ -126,7 +128,8 @@ class Driver:
         p, cfg = self.parts, self.settings
         clock = Stopwatch()
         p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
-        groups = p.buffer.take(step, select=p.algorithm.select, should_stop=self._is_stopping)
+        groups = p.buffer.take(step, should_stop=self._is_stopping)
+        selected = p.buffer.selection_metrics()
         clock.lap("time/wait_for_batch_s")
         batch = self.make_batch(groups)
         clock.lap("time/batch_s")
@@ -136,7 +139,7 @@ class Driver:
         synced = self.publish(step)
         clock.lap("time/sync_s")
         p.rollout.check()
-        metrics = {**learned, **clock.metrics(), **_sync_metrics(synced)}
+        metrics = {**learned, **selected, **clock.metrics(), **_sync_metrics(synced)}
         p.recorder.step(step, groups, metrics, p.rollout.counts())
 
     def make_batch(self, groups: Sequence[Group]) -> Batch:
@@ -220,6 +223,9 @@ class Driver:
 
     def _replay_step(self, groups: Sequence[Group], step: int) -> None:
         p, clock = self.parts, Stopwatch()
+        groups, dropped = p.algorithm.select(groups)
+        if dropped:
+            p.recorder.event("filtered", step=step, dropped=[list(drop) for drop in dropped])
         batch = self.make_batch(groups)
         clock.lap("time/batch_s")
         learned = p.learner.step(batch, version=step - 1)
@@ -235,6 +241,9 @@ class Driver:
                 return
         except Interrupted:
             pass  # the step has not begun: its groups are pending and will be issued again
+        except SelectionExhausted:
+            self.save()  # a task that is solved ends so: what solved it is kept
+            raise
         self._save_and_stop(f"before step {step}")
 
     def _save_and_stop(self, where: str) -> NoReturn:

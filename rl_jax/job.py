@@ -36,12 +36,13 @@ from rl_jax.preflight import Resolve, load_names, prepare_tasks, present_devices
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
 from rl_jax.resume import RunDirError
-from rl_jax.rollout.buffer import SampleBuffer, SelectionEmpty, TakeTimeout
+from rl_jax.rollout.buffer import SampleBuffer, TakeTimeout
 from rl_jax.rollout.evaluation import EvaluationFailed
 from rl_jax.rollout.player import EnvBudgetExhausted, FleetExhausted
 from rl_jax.rollout.rollout import Rollout, RolloutStopped
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.scripted import ScriptError
+from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.rollout.tasks import TaskError, TaskStream
 from rl_jax.rollout.traces import TraceError, read_groups
 from rl_jax.rollout.worker import EnvError, EnvPool
@@ -75,7 +76,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (RolloutStopped, 5),
     (EvaluationFailed, 5),
     (NonFiniteError, 6),
-    (SelectionEmpty, 6),
+    (SelectionExhausted, 6),
     (LedgerError, 7),
     (OSError, 7),
     (Preempted, 75),

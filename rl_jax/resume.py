@@ -40,6 +40,7 @@ MAY_CHANGE = (
     "rollout.env_workers",
     "rollout.envs_per_worker",
     "rollout.max_env_failures",
+    "rollout.max_filtered_batches",
     "rewards.*",
 )
 

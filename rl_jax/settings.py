@@ -119,6 +119,8 @@ class RolloutSettings:
     # infra failures of environments in a row before the run stops (exit code 4)
     max_env_failures: int = 64
     take_timeout_s: float = 600.0  # longest wait for a batch without any episode progress
+    # batches of groups that algorithm.filter may drop of a tag for one step; then the run saves and stops (exit code 6)
+    max_filtered_batches: int = 20
     replay_dir: str = ""  # train_only: a run directory whose rollouts/step_N/train are trained on
 
 
@@ -175,6 +177,11 @@ class FilterSettings:
     equal_rewards: bool = False  # all equal, or fewer than two (dynamic sampling)
     mean_above: float | None = None  # keep mean reward above it, exclusive
     mean_below: float | None = None
+    # Rejection sampling: other members train nothing, but their rewards stay in the group's statistics.
+    min_reward: float | None = (
+        None  # train members of at least this reward; a group without one is dropped
+    )
+    best_of: int = 0  # train the best so many of each group; 0 = all
 
 
 @dataclass(frozen=True)

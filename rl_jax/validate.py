@@ -74,6 +74,7 @@ INTERVALS = {
     "rollout.max_attempts": "[1, inf)",
     "rollout.max_env_failures": "[1, inf)",
     "rollout.take_timeout_s": "(0, inf)",
+    "rollout.max_filtered_batches": "[1, inf)",
     "rewards.timeout_s": "(0, inf)",
     "rewards.workers": "[1, inf)",
     **{f"algorithm.{key}": interval for key, interval in options.INTERVALS.items()},

@@ -1,10 +1,10 @@
 """The Algorithm protocol and the records that pass through it.
 
-Life of a step: 1 `select` sees the raw groups; 2 `trains` says which trajectories' tokens may enter
-the loss (packing leaves the others out, before anything is counted); 3 `advantages` runs on the
-host, in float64; 4 `token_loss` runs inside jit, once a microbatch, and returns a loss per token
-that nobody has reduced: the learner multiplies it by loss_weights, which hold the aggregation and
-the batch's global counts (aggregate.py). So no algorithm ever divides.
+Life of a step: 1 `select` sees the raw groups, each as it completes; 2 `trains` says which trajectories' tokens may
+enter the loss (packing leaves the others out, before anything is counted); 3 `advantages` runs on the host, in float64;
+4 `token_loss` runs inside jit, once a microbatch, and returns a loss per token that nobody has reduced: the learner
+multiplies it by loss_weights, which hold the aggregation and the batch's global counts (aggregate.py). So no algorithm
+ever divides.
 
 Must not: reduce over tokens, know the layout (rows, microbatches, devices), or keep state on
 itself: what must survive a restart goes through `state`, which is JSON.
@@ -58,7 +58,11 @@ class Algorithm(Protocol):
         ...
 
     def select(self, groups: Sequence[Group]) -> tuple[list[Group], list[tuple[str, str]]]:
-        """Groups to train on, and (uid, reason) of each that is dropped. Sees raw rewards only."""
+        """Groups to train on, and (uid, reason) of each that is dropped. Sees raw rewards only.
+
+        A live run asks about each group by itself, as it completes. A member may be dropped too, by its own uid: its
+        group comes back with that member's loss_mask empty, so that its reward still counts in the group's statistics.
+        """
         ...
 
     def advantages(

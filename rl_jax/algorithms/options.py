@@ -49,6 +49,8 @@ INTERVALS = {
     "overlong.factor": "(0, inf)",
     "filter.mean_above": "(-inf, inf)",
     "filter.mean_below": "(-inf, inf)",
+    "filter.min_reward": "(-inf, inf)",
+    "filter.best_of": "[0, inf)",
 }
 
 CHOICES = {
@@ -209,6 +211,11 @@ def _kl(s: AlgorithmSettings) -> Iterator[str]:
         return
     if kl.where == "reward" and kl.kind in ("k3+", "unbiased"):
         yield f"algorithm.kl.kind={kl.kind} differs from k3 in the gradient only, and a reward has none; use k1 or k3"
+    if kl.where == "reward" and (s.filter.best_of or s.filter.min_reward is not None):
+        yield (
+            "algorithm.kl.where=reward needs the KL of every member, and filter.best_of and filter.min_reward leave"
+            " some out of the forward; use kl.where=loss"
+        )
     if kl.where == "reward" and s.name == "opd":
         yield "algorithm.kl.where=reward: opd reads no reward; use loss"
     if kl.where == "loss" and kl.kind == "k1":
@@ -228,6 +235,10 @@ def _rewards(s: AlgorithmSettings, group_size: int) -> Iterator[str]:
         yield (
             "algorithm.filter.equal_rewards=True drops every group of one; raise rollout.group_size to at least 2,"
             " or set it to false"
+        )
+    if f.best_of >= group_size and f.best_of:
+        yield (
+            f"algorithm.filter.best_of={f.best_of} leaves nobody out of rollout.group_size={group_size}; use less, or 0"
         )
     if f.mean_above is not None and f.mean_below is not None and f.mean_above >= f.mean_below:
         yield f"algorithm.filter.mean_above={f.mean_above} must be below mean_below={f.mean_below}"

@@ -2,10 +2,10 @@
 
 A named algorithm is a PolicyAlgorithm with `estimate` (host, once a step: rewards -> advantages) and `loss` (inside
 jit: a loss a token). Round these two stand, in this order, the options of AlgorithmSettings:
-1 `filter` drops groups by their task rewards, before any shaping. 2 `overlong` and KL in the reward shape the rewards.
-3 `estimate`. 4 `old_policy` decides what a ratio is taken against. 5 `loss`. 6 `correction`: rejection, veto and OPSM
-on the raw mask, then importance weights; both multiply the loss, detached, and leave the denominators alone. 7 KL in
-the loss and the entropy bonus, on every trained token.
+1 `filter` drops groups, and members, by their task rewards, before any shaping (filters.py). 2 `overlong` and KL in the
+reward shape the rewards. 3 `estimate`. 4 `old_policy` decides what a ratio is taken against. 5 `loss`. 6 `correction`:
+rejection, veto and OPSM on the raw mask, then importance weights; both multiply the loss, detached, and leave the
+denominators alone. 7 KL in the loss and the entropy bonus, on every trained token.
 
 Which old policy: `behaviour` is the policy that sampled: with one update a step a ratio to the policy at step start is
 exactly 1 and a clip idle, so the clip bounds what staleness does, and no importance weight is needed. `one_update` is
@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float
 from rl_jax.algorithms import correction, options
 from rl_jax.algorithms.advantages import Scored, group_rewards, trains_scored
 from rl_jax.algorithms.algorithm import LossInputs, Sums
-from rl_jax.algorithms.filters import groups_in_band, informative_groups
+from rl_jax.algorithms.filters import select_groups
 from rl_jax.algorithms.kl import kl_token_rewards, next_kl_coef, token_kl, unbiased_kl
 from rl_jax.algorithms.shaping import overlong_penalty
 from rl_jax.algorithms.token_losses import TokenLoss, ppo
@@ -59,19 +59,7 @@ class PolicyAlgorithm:
         return trains_scored(trajectory, self.settings.overlong_filter)
 
     def select(self, groups: Sequence[Group]) -> tuple[list[Group], list[tuple[str, str]]]:
-        f = self.settings.filter
-        rewards, ids, valid = group_rewards(groups)
-        reasons: dict[int, str] = {}
-        if f.mean_above is not None or f.mean_below is not None:
-            low = -np.inf if f.mean_above is None else f.mean_above
-            high = np.inf if f.mean_below is None else f.mean_below
-            kept = set(groups_in_band(rewards, ids, valid, low=low, high=high).tolist())
-            reasons = {i: "mean_reward" for i in range(len(groups)) if i not in kept}
-        if f.equal_rewards:
-            kept = set(informative_groups(rewards, ids, valid).tolist())
-            reasons |= {i: "equal_rewards" for i in range(len(groups)) if i not in kept}
-        chosen = [group for i, group in enumerate(groups) if i not in reasons]
-        return chosen, [(groups[i].uid, reason) for i, reason in sorted(reasons.items())]
+        return select_groups(groups, self.settings.filter)
 
     def advantages(self, groups: Sequence[Group], extras, state) -> tuple[list[np.ndarray], Any]:
         scored, state = self._scored(groups, extras, state)
@@ -116,7 +104,8 @@ class PolicyAlgorithm:
         members = [trajectory for group in groups for trajectory in group.trajectories]
         rewards, ids, valid = group_rewards(groups)
         if s.overlong.buffer:
-            lengths = np.array([member.num_trained for member in members])
+            # Sampled, not trained, tokens: a member that rejection sampling left out is as long as it is.
+            lengths = np.array([(member.versions >= 0).sum() for member in members])
             rewards = rewards + np.where(valid, overlong_penalty(
                 lengths, max_length=s.overlong.max_tokens, buffer=s.overlong.buffer, factor=s.overlong.factor
             ), 0.0)  # fmt: skip

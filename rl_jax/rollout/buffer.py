@@ -8,9 +8,13 @@ Invariants:
 - a batch holds equal groups of each tag, oldest version first, and comes out sorted by (epoch, index): at max_staleness
   0 it does not depend on which episode was quicker.
 - no group leaves silently: it is consumed, or DROPPED in the ledger with its reason, and counted.
+- dynamic sampling is exact: what waits here passed `select` when it came, so a filtered group takes no room and is
+  replaced at once, in every mode, and a step trains batch_groups groups that passed. Sampling in vain has a bound:
+  max_filtered_batches batches of a tag filtered since the batch before end the run (SelectionExhausted).
 - what leaves has the sha256 that the ledger got with its COMPLETED record, and that record is on disk.
-Life of a group: 1 put. 2 take(step) moves it to `taken`; what the algorithm does not select is dropped and replaced.
-3 consumed(step): its members are TRAINED. 4 release(version): the step's version is published, the group is gone.
+Life of a group: 1 put: `select` keeps it, or drops it, or drops some of its members, whose rewards stay for their
+group's statistics. 2 take(step) moves it to `taken`. 3 consumed(step): its members are TRAINED. 4 release(version): the
+step's version is published, the group is gone.
 A taken group still counts as issued and not consumed; that is what holds admission at max_staleness 0.
 take waits without end only while episodes make progress: `beat` is called for every turn; none for take_timeout_s
 raises TakeTimeout with the status line, a failed rollout raises its error at once.
@@ -24,12 +28,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rl_jax.ledger import EpisodeRef, Ledger, LedgerError
+from rl_jax.metrics import Metric
+from rl_jax.rollout.selection import Select, Selection, selected
 from rl_jax.rollout.traces import trajectory_sha256
 from rl_jax.settings import RolloutSettings
 from rl_jax.types import Group, Trajectory
-
-Select = Callable[[Sequence[Group]], tuple[list[Group], list[tuple[str, str]]]]
-MAX_SELECT_ROUNDS = 100  # batches in a row of which the algorithm selected nothing
 
 
 class TakeTimeout(RuntimeError):
@@ -40,15 +43,17 @@ class Interrupted(RuntimeError):
     """should_stop() became true while the driver waited for a batch or an evaluation."""
 
 
-class SelectionEmpty(RuntimeError):
-    """The algorithm selected nothing of MAX_SELECT_ROUNDS batches in a row."""
-
-
 @dataclass(frozen=True)
 class Entry:
     group: Group
     oldest_version: int
     seq: int  # order of completion
+    rejected: frozenset[str] = frozenset()  # uids of members that are DROPPED already
+
+    @property
+    def open_members(self) -> list[Trajectory]:
+        """Those without a terminal record."""
+        return [t for t in self.group.trajectories if t.uid not in self.rejected]
 
 
 class SampleBuffer:
@@ -71,6 +76,10 @@ class SampleBuffer:
         self.tags = tuple(tags)
         self._settings, self._ledger = settings, ledger
         self.status = status  # what episodes do now; the rollout puts its own here
+        # Algorithm.select, asked about each group as it completes; None = all are kept (nothing trains on them).
+        self.select: Select | None = None
+        self._selection = self._new_selection()  # since the batch before
+        self._last_selection = self._new_selection()  # up to the batch that was handed on last
         # Told of a group that take() dropped, on the driver's thread.
         self.on_drop: Callable[[Group, str], None] = lambda group, reason: None
         self.poll_s = 0.5  # how soon take notices should_stop
@@ -83,7 +92,7 @@ class SampleBuffer:
         self._seq = 0
         self._beat_s = clock()
         self._error: BaseException | None = None
-        self._drops: Counter[str] = Counter()  # episodes by the reason's first word
+        self._drops: Counter[str] = Counter()  # episodes by reason
         self._version = 0
 
     @property
@@ -99,22 +108,33 @@ class SampleBuffer:
     # --- the rollout's side -----------------------------------------------------------------------------------------
 
     def put(self, group: Group) -> bool:
-        """Add a complete group. False if it was dropped: too old already, or beyond the limit."""
+        """Add a complete group. False if it was dropped: too old already, not selected, or beyond the limit."""
+        oldest = (
+            group.oldest_version
+        )  # of all members: a rejected one's rewards are as old as the others'
+        chosen, reasons = selected(group, self.select)
         reason = None
         with self._change:
-            oldest = group.oldest_version
             if self._version - oldest > self._settings.max_staleness:
                 reason = "stale"
+            elif chosen is None:
+                reason = reasons[group.uid]
+                self._selection.drop(group.tag, reason)
             elif len(self._entries) + self.num_taken >= self.limit:
                 reason = "buffer_full"  # a scheduler that issues more than the bound admits
             else:
-                self._entries.append(Entry(group, oldest, self._seq))
+                self._selection.kept += 1
+                self._entries.append(Entry(chosen, oldest, self._seq, frozenset(reasons)))
                 self._seq += 1
-                self._change.notify_all()
             self._beat_s = self._clock()
-        if reason:
-            self._drop(group, reason, notify=False)
-        return reason is None
+            self._change.notify_all()
+        if reason or chosen is None:
+            self._drop(group.trajectories, str(reason))
+            return False
+        for member in group.trajectories:
+            if member.uid in reasons:
+                self._drop([member], reasons[member.uid])
+        return True
 
     def beat(self) -> None:
         """An episode made progress."""
@@ -125,9 +145,9 @@ class SampleBuffer:
         with self._change:
             self._version = max(self._version, version)
             stale = self._pop_stale(self._version)
-        for group in stale:
-            self._drop(group, "stale", notify=False)
-        return stale
+        for entry in stale:
+            self._drop(entry.open_members, "stale")
+        return [entry.group for entry in stale]
 
     def release(self, version: int) -> None:
         """The groups of steps up to `version` are consumed."""
@@ -151,10 +171,10 @@ class SampleBuffer:
     def clear(self, reason: str) -> None:
         """The run ends: drop what waits and what was taken and not trained."""
         with self._change:
-            groups = [entry.group for entry in self._open_entries()]
+            entries = self._open_entries()
             self._entries, self._taken = [], {}
-        for group in groups:
-            self._drop(group, reason, notify=False)
+        for entry in entries:
+            self._drop(entry.open_members, reason)
 
     def snapshot(self) -> tuple[Group, ...]:
         """Groups issued and not consumed that are complete: those waiting, oldest first, then those taken."""
@@ -190,10 +210,10 @@ class SampleBuffer:
     def num_open_episodes(self) -> int:
         """Episodes it holds that have no terminal record yet: its part of the ledger's in_flight."""
         with self._change:
-            return sum(len(entry.group.trajectories) for entry in self._open_entries())
+            return sum(len(entry.open_members) for entry in self._open_entries())
 
     def drops(self) -> dict[str, int]:
-        """Episodes dropped so far, by the first word of the reason: stale, filtered, buffer_full, run_end."""
+        """Episodes dropped so far, by reason: stale, buffer_full, run_end, and "filtered: " with the algorithm's."""
         return dict(self._drops)
 
     # --- the driver's side ------------------------------------------------------------------------------------------
@@ -202,64 +222,61 @@ class SampleBuffer:
         self,
         step: int,
         timeout_s: float | None = None,
-        select: Select | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> list[Group]:
         """The batch of `step`, whose consuming version is step - 1; waits for it.
 
-        Args:    timeout_s: without progress; None = take_timeout_s.  select: Algorithm.select; what it drops is
-                 replaced, so it may be asked again, about the replacements only.
-        Returns: batch_groups groups, sorted by (epoch, index).
-        Raises:  TakeTimeout, Interrupted, SelectionEmpty, LedgerError (a sha256 changed), or the rollout's error.
+        Args:    timeout_s: without progress; None = take_timeout_s.
+        Returns: batch_groups groups that passed `select`, sorted by (epoch, index).
+        Raises:  TakeTimeout, Interrupted, SelectionExhausted, LedgerError (a sha256 changed), or the rollout's error.
         """
         timeout_s = self._settings.take_timeout_s if timeout_s is None else timeout_s
         with self._change:
             taken = self._taken.setdefault(step, [])
             self._beat_s = self._clock()
-        empty_rounds = 0
         while missing := self._missing(taken):
-            groups = self._wait(step, missing, timeout_s, should_stop)
-            for group in groups:
-                for trajectory in group.trajectories:
+            for entry in self._wait(step, missing, timeout_s, should_stop):
+                for trajectory in entry.open_members:
                     self._check_sha256(trajectory)
-            if select is None:
-                continue
-            kept, dropped = select(groups)
-            self._apply_selection(step, groups, kept, dropped)
-            empty_rounds = 0 if kept else empty_rounds + 1
-            if empty_rounds >= MAX_SELECT_ROUNDS:
-                raise SelectionEmpty(
-                    f"step {step}: the algorithm selected no group of {empty_rounds} batches in a row (last reason:"
-                    f" {dropped[-1][1]}); the rewards of a group may all be equal: check the task's difficulty"
-                )
         self._ledger.flush()
         with self._change:
             taken.sort(key=_order)
+            self._last_selection, self._selection = self._selection, self._new_selection()
             return [entry.group for entry in taken]
+
+    def selection_metrics(self) -> dict[str, Metric]:
+        """Of the groups completed for the batch that take() gave last; {} where nothing selects."""
+        if self.select is None:
+            return {}
+        return self._last_selection.metrics(self._settings.batch_groups)
 
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
         """learner.step(step) returned: its groups are TRAINED, durably when this returns."""
         with self._change:
-            if [e.group.uid for e in self._taken.get(step, [])] != [g.uid for g in groups]:
+            entries = self._taken.get(step, [])
+            if [e.group.uid for e in entries] != [g.uid for g in groups]:
                 raise LedgerError(
                     f"consumed(step={step}) names other groups than take(step={step}) gave"
                 )
             self._trained.add(step)
-        for group in groups:
-            for trajectory in group.trajectories:
+        for entry in entries:
+            for trajectory in entry.open_members:
                 self._ledger.write(ref_of(trajectory), "TRAINED", step=step)
         self._ledger.flush()
 
     def discard(self, step: int, reason: str) -> None:
         """The groups of `step` are used otherwise than by training: DROPPED with `reason`, and the step is consumed."""
         with self._change:
-            groups = [entry.group for entry in self._taken.get(step, [])]
+            entries = list(self._taken.get(step, []))
             self._trained.add(step)
-        for group in groups:
-            self._drop(group, reason, notify=False)
+        for entry in entries:
+            self._drop(entry.open_members, reason)
         self._ledger.flush()
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _new_selection(self) -> Selection:
+        return Selection(self._settings.max_filtered_batches * self.share, self.share)
 
     def _open_entries(self) -> list[Entry]:
         """What it holds and no step has trained. Under the lock."""
@@ -270,7 +287,7 @@ class SampleBuffer:
         have = Counter(entry.group.tag for entry in taken)
         return {tag: self.share - have[tag] for tag in self.tags if have[tag] < self.share}
 
-    def _wait(self, step, missing, timeout_s, should_stop) -> list[Group]:
+    def _wait(self, step, missing, timeout_s, should_stop) -> list[Entry]:
         """Wait until every tag has what it misses, then move that to taken[step]."""
         while True:
             with self._change:
@@ -280,11 +297,14 @@ class SampleBuffer:
                 found = self._pop(missing, step)
                 left_s = self._beat_s + timeout_s - self._clock()
                 stopped = should_stop()
+                if found is None:
+                    self._selection.check(step, missing)
                 waits = found is None and not stale and left_s > 0 and not stopped
                 if waits:
                     self._change.wait(min(self.poll_s, left_s))
-            for group in stale:
-                self._drop(group, "stale")
+            for entry in stale:
+                self._drop(entry.open_members, "stale")
+                self.on_drop(entry.group, "stale")
             if found is not None:
                 return found
             if stale or waits:
@@ -295,7 +315,7 @@ class SampleBuffer:
                 raise Interrupted(text)
             raise TakeTimeout(f"no episode progress for {timeout_s:g} s; {text}")
 
-    def _pop(self, missing: dict[str, int], step: int) -> list[Group] | None:
+    def _pop(self, missing: dict[str, int], step: int) -> list[Entry] | None:
         """Oldest first; None while any tag has too few."""
         found: list[Entry] = []
         for tag, num in missing.items():
@@ -306,27 +326,14 @@ class SampleBuffer:
         seqs = {entry.seq for entry in found}
         self._entries = [entry for entry in self._entries if entry.seq not in seqs]
         self._taken[step] += found
-        return [entry.group for entry in sorted(found, key=_order)]
+        return sorted(found, key=_order)
 
-    def _pop_stale(self, version: int) -> list[Group]:
+    def _pop_stale(self, version: int) -> list[Entry]:
         oldest_allowed = version - self._settings.max_staleness
-        stale = [entry.group for entry in self._entries if entry.oldest_version < oldest_allowed]
+        stale = [entry for entry in self._entries if entry.oldest_version < oldest_allowed]
         if stale:
             self._entries = [e for e in self._entries if e.oldest_version >= oldest_allowed]
         return stale
-
-    def _apply_selection(self, step, groups, kept, dropped) -> None:
-        kept_uids, dropped_uids = {group.uid for group in kept}, {uid for uid, _ in dropped}
-        if kept_uids | dropped_uids != {g.uid for g in groups} or kept_uids & dropped_uids:
-            raise ValueError(
-                f"step {step}: algorithm.select must keep or drop each group exactly once; it was given"
-                f" {len(groups)}, kept {len(kept_uids)} and dropped {len(dropped_uids)}"
-            )
-        with self._change:
-            self._taken[step][:] = [e for e in self._taken[step] if e.group.uid not in dropped_uids]
-        by_uid = {group.uid: group for group in groups}
-        for uid, reason in dropped:
-            self._drop(by_uid[uid], f"filtered: {reason}")
 
     def _check_sha256(self, trajectory: Trajectory) -> None:
         """E5: equal at the COMPLETED record and here."""
@@ -337,12 +344,10 @@ class SampleBuffer:
                 f" ({recorded[:12]}); something wrote to a trajectory"
             )
 
-    def _drop(self, group: Group, reason: str, notify: bool = True) -> None:
-        for trajectory in group.trajectories:
+    def _drop(self, trajectories: Sequence[Trajectory], reason: str) -> None:
+        for trajectory in trajectories:
             self._ledger.write(ref_of(trajectory), "DROPPED", reason=reason)
-        self._drops[reason.split(":")[0]] += len(group.trajectories)
-        if notify:
-            self.on_drop(group, reason)
+        self._drops[reason] += len(trajectories)
 
 
 def _order(entry: Entry) -> tuple[int, int, str]:

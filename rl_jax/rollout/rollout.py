@@ -32,6 +32,7 @@ from rl_jax.rollout.evaluation import EvalResult, Evaluation, EvaluationFailed
 from rl_jax.rollout.player import Player
 from rl_jax.rollout.reward_service import RewardService
 from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_trajectories
+from rl_jax.rollout.selection import dropped_counts
 from rl_jax.rollout.slots import Slots
 from rl_jax.rollout.worker import EnvError
 from rl_jax.settings import EvalSettings, RewardSettings, RolloutSettings
@@ -218,8 +219,7 @@ class Rollout:
         for state in ("TRAINED", "EVALUATED", "ERRORED", "CANCELLED", "DROPPED"):
             counts[f"episodes/{state.lower()}"] = states[state]
         drops = self._dispatcher.drops + Counter(self.buffer.drops())
-        for reason in ("stale", "filtered", "short"):
-            counts[f"episodes/dropped_{reason}"] = drops[reason]
+        counts |= dropped_counts(drops)
         counts["episodes/cut_observations"] = self.pool.counts["truncated_observations"]
         counts["time/wait_for_policy_s"] = self._dispatcher.wait_for_policy_s
         return counts

@@ -74,6 +74,8 @@ def test_needs_follow_the_options():
         ({"overlong": OverlongSettings(buffer=8, max_tokens=8)}, "overlong.buffer=8 must be"),
         ({"filter": FilterSettings(mean_above=0.9, mean_below=0.1)}, "must be below mean_below"),
         ({"name": "reinforce_pp", "filter": FilterSettings(True)}, "drops every group of one"),
+        ({"filter": FilterSettings(best_of=4)}, "leaves nobody out of rollout.group_size=4"),
+        ({"filter": FilterSettings(best_of=1), "kl": KlSettings(0.1, "reward")}, "every member"),
     ],
 )
 def test_what_contradicts_is_refused_with_the_fix(given, line):
@@ -95,6 +97,46 @@ def test_filters_drop_groups_by_the_task_reward_and_say_why():
     kept, dropped = make("rloo", filter=FilterSettings(mean_above=0.2)).select(groups)
     assert [g.uid for g in kept] == ["r/0/0", "r/0/1", "r/0/3"]
     assert dropped == [("r/0/2", "mean_reward")]
+
+
+def test_rejection_sampling_trains_the_best_and_compares_with_all():
+    groups = [
+        fake_group(0, [0.0, 1.0, 0.5, 1.0], [8, 9, 10, 8]),
+        fake_group(1, [0.0, 0.2, None], [8, 8, 8]),
+    ]
+    for given, trained in (
+        (FilterSettings(min_reward=0.5), {"r/0/0/1", "r/0/0/2", "r/0/0/3"}),
+        (FilterSettings(best_of=1), {"r/0/0/1", "r/0/1/1"}),  # of equals the first by uid
+        (FilterSettings(min_reward=0.7, best_of=1), {"r/0/0/1"}),
+    ):
+        algorithm = make("dr_grpo", filter=given)
+        kept, dropped = algorithm.select(groups)
+        members = [t for g in kept for t in g.trajectories]
+        assert {t.uid for t in members if t.num_trained and algorithm.trains(t)} == trained
+        named = {t.uid for g in groups for t in g.trajectories if t.reward.value is not None}
+        gone = {uid for uid, _ in dropped}
+        assert ("r/0/1" in gone) == (given.min_reward is not None)
+        assert named - gone - ({"r/0/1/0", "r/0/1/1"} if "r/0/1" in gone else set()) == trained
+        values = estimates(algorithm, kept)
+        assert values[1].max() == pytest.approx(1.0 - 0.625)  # the mean of all four
+
+
+def test_filters_see_the_task_reward_and_not_the_shaped_one():
+    """L21: the overlong penalty makes equal rewards differ, and must not make their group worth training."""
+    equal, mixed = fake_group(0, [1.0, 1.0], [5, 15]), fake_group(1, [1.0, 0.0], [5, 15])
+    algorithm = make(
+        "grpo", overlong=OverlongSettings(4, 6, 0.5), filter=FilterSettings(equal_rewards=True)
+    )
+    assert estimates(algorithm, [equal])[0].any(), "shaped rewards differ"
+    assert algorithm.select([equal, mixed]) == ([mixed], [("r/0/0", "equal_rewards")])
+
+
+def test_a_rejected_member_pays_for_its_length_as_if_it_were_trained():
+    group = [fake_group(0, [1.0, 0.9], [5, 15])]
+    shape = OverlongSettings(4, 6, 0.5)
+    plain = estimates(make("dr_grpo", overlong=shape), group)
+    picky = make("dr_grpo", overlong=shape, filter=FilterSettings(best_of=1))
+    np.testing.assert_allclose(estimates(picky, picky.select(group)[0])[0], plain[0])
 
 
 def test_overlong_responses_pay_before_the_group_is_compared():

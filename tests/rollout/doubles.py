@@ -74,8 +74,9 @@ class World:
 
     def step(self, step, select=None):
         """The driver's order without a learner: want, take, consumed, publish."""
+        self.buffer.select = select
         self.rollout.want(step, self.settings.batch_groups)
-        groups = self.buffer.take(step, select=select)
+        groups = self.buffer.take(step)
         self.rollout.consumed(step, groups)
         self.publish(step)
         self.rollout.check()

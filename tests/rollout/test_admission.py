@@ -18,10 +18,11 @@ def test_run_that_knows_its_end_starts_what_it_takes_and_replaces_what_is_droppe
         return [g for g in groups if g.uid not in dict(drops)], drops
 
     with running(tmp_path, settings=replace(SETTINGS, max_staleness=staleness)) as world:
+        world.buffer.select = select
         world.publish(0)
         for step in (1, 2, 3):
             world.rollout.want(step, 2, last_step=3)
-            groups = world.buffer.take(step, select=select)
+            groups = world.buffer.take(step)
             world.rollout.consumed(step, groups)
             world.publish(step)
         assert world.rollout.in_flight() == 0  # before the drain

@@ -9,7 +9,8 @@ import pytest
 
 from rl_jax.ledger import EpisodeFacts, EpisodeRef, Ledger, LedgerError
 from rl_jax.rollout.assembly import ClosedEpisode, assemble
-from rl_jax.rollout.buffer import Interrupted, SampleBuffer, SelectionEmpty, TakeTimeout, ref_of
+from rl_jax.rollout.buffer import Interrupted, SampleBuffer, TakeTimeout, ref_of
+from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.rollout.traces import trajectory_sha256
 from rl_jax.settings import RolloutSettings
 from rl_jax.types import FinishReason, Group, Outcome, Reward, StepResult, Turn, VersionSpan
@@ -156,33 +157,81 @@ def test_records_are_on_disk_before_a_batch_is_handed_on(ledger):
     assert ledger.path.read_text().count("COMPLETED") == 4
 
 
-def test_selection_is_asked_about_replacements_only(ledger):
-    buffer = SampleBuffer(replace(SETTINGS, max_staleness=5), ledger, ["a"])
-    for index in range(6):
+def odd_ones_out(groups):
+    """Drops groups of odd index, and the first member of index 4."""
+    dropped = [(g.uid, "odd") for g in groups if g.index % 2]
+    kept = []
+    for group in groups:
+        first = group.trajectories[0]
+        if group.index == 4:
+            dropped.append((first.uid, "worst"))
+            first = replace(first, loss_mask=np.zeros_like(first.loss_mask))
+        if group.index % 2 == 0:
+            kept.append(replace(group, trajectories=(first, *group.trajectories[1:])))
+    return kept, dropped
+
+
+def test_what_is_not_selected_is_dropped_as_it_comes_and_takes_no_room(ledger):
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"])
+    buffer.select = odd_ones_out
+    assert [buffer.put(make_group(ledger, i)) for i in range(7)] == [i % 2 == 0 for i in range(7)]
+    assert (buffer.num_waiting, buffer.num_open_episodes()) == (4, 7)
+    assert buffer.drops() == {"filtered: odd": 6, "filtered: worst": 1}
+    assert [g.index for g in buffer.take(1)] == [0, 2]
+    metrics = buffer.selection_metrics()
+    assert (metrics["filter/kept"].sum, metrics["filter/kept"].count) == (4, 7)
+    assert metrics["filter/batches"].mean == 3.5
+
+
+def test_a_dropped_member_stays_in_its_group_and_is_neither_trained_nor_dropped_again(ledger):
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"])
+    buffer.select = odd_ones_out
+    for index in (0, 4):
         buffer.put(make_group(ledger, index))
-    asked = []
+    groups = buffer.take(1)
+    assert [t.num_trained > 0 for t in groups[1].trajectories] == [False, True]
+    assert groups[1].trajectories[0].reward.value == 1.0
+    buffer.consumed(1, groups)
+    assert {s: n for s, n in ledger.counts().items() if n} == {"TRAINED": 3, "DROPPED": 1}
+    buffer.release(1)
+    buffer.put(make_group(ledger, 24, 1))
+    buffer.put(replace(make_group(ledger, 44, 1), index=4))
+    buffer.clear("run_end")
+    assert buffer.drops() == {"filtered: worst": 2, "run_end": 3}
+    ledger.check(in_flight=0)
 
-    def select(groups):
-        asked.append([g.index for g in groups])
-        return [g for g in groups if g.index in (1, 4)], [
-            (g.uid, "x") for g in groups if g.index not in (1, 4)
-        ]
 
-    assert [g.index for g in buffer.take(1, select=select)] == [1, 4]
-    assert asked == [[0, 1], [2], [3], [4]]
-    assert buffer.drops() == {"filtered": 6}
+def test_filtering_in_vain_ends_with_the_reasons_of_the_tag_that_is_missing(ledger):
+    settings = replace(SETTINGS, max_filtered_batches=3)
+    buffer = SampleBuffer(settings, ledger, ["a", "b"])
+    buffer.select = lambda groups: (
+        [g for g in groups if g.tag == "b"],
+        [(g.uid, "equal_rewards") for g in groups if g.tag == "a"],
+    )
+    buffer.put(make_group(ledger, 0, tag="b"))
+    for index in (1, 2):
+        buffer.put(make_group(ledger, index))
+    with pytest.raises(TakeTimeout):  # two of three: the bound is not reached
+        buffer.take(1, timeout_s=0.01)
+    buffer.put(make_group(ledger, 3))
+    line = r"misses 1 of 1 groups of a: 3 .* \(equal_rewards 3\), .* rollout.max_filtered_batches=3"
+    with pytest.raises(SelectionExhausted, match=line):
+        buffer.take(1)
 
 
-def test_selection_that_keeps_nothing_or_forgets_a_group_is_an_error(ledger):
-    buffer = SampleBuffer(replace(SETTINGS, max_staleness=99), ledger, ["a"])
-    numbers = iter(range(1000))
-    refill = lambda group, reason: buffer.put(make_group(ledger, next(numbers)))
-    buffer.on_drop = refill
-    refill(None, ""), refill(None, "")
-    with pytest.raises(SelectionEmpty, match="no group of 100 batches in a row.*all_equal"):
-        buffer.take(1, select=lambda groups: ([], [(g.uid, "all_equal") for g in groups]))
-    with pytest.raises(ValueError, match="keep or drop each group exactly once"):
-        buffer.take(2, select=lambda groups: (groups[:1], []))
+def test_selection_that_forgets_a_group_or_a_member_is_an_error(ledger):
+    buffer, group = SampleBuffer(SETTINGS, ledger, ["a"]), make_group(ledger, 0)
+    member = group.trajectories[0].uid
+    for kept, dropped, line in (
+        ([], [], "exactly once"),
+        ([group], [(group.uid, "x")], "exactly once"),
+        ([replace(group, trajectories=group.trajectories[:1])], [], "with all its members"),
+        ([group], [(member, "x")], "left it tokens"),
+    ):
+        buffer.select = lambda groups, answer=(kept, dropped): answer
+        with pytest.raises(ValueError, match=line):
+            buffer.put(group)
+    buffer.clear("x")
 
 
 def test_take_waits_for_put_and_ends_on_failure_or_stop(ledger):

@@ -51,6 +51,25 @@ def chaos(seed):
     return FakePool({"echo": EchoEnv}, fail=fail_env, latency=dawdle), sampler
 
 
+def picky(groups):
+    """Dynamic sampling at random, the same for the same group: every third group goes, and a member of every fifth."""
+    kept, dropped = [], []
+    for group in groups:
+        draw = random.Random(group.uid).randrange(15)
+        members = list(group.trajectories)
+        if draw % 3 == 0:
+            dropped.append((group.uid, "equal_rewards"))
+            continue
+        if draw % 5 == 1:
+            dropped.append((members[0].uid, "best_of"))
+            members[0] = replace(members[0], loss_mask=np.zeros_like(members[0].loss_mask))
+        kept.append(replace(group, trajectories=tuple(members)))
+    return kept, dropped
+
+
+SELECTORS = {0: picky, 2: picky, 3: picky}  # seed -> select
+
+
 @pytest.mark.parametrize("seed, staleness", [(0, 0), (1, 1), (2, 1), (3, 3)])
 def test_every_attempt_ends_in_exactly_one_state_under_random_faults(tmp_path, seed, staleness):
     settings = replace(
@@ -62,10 +81,10 @@ def test_every_attempt_ends_in_exactly_one_state_under_random_faults(tmp_path, s
     with running(tmp_path, settings=settings, tasks=tasks, pool=pool, sampler=sampler) as world:
         world.publish(0)
         for step in range(1, 7):
-            groups = world.step(step)  # checks the law
+            groups = world.step(step, SELECTORS.get(seed))  # checks the law
             assert Counter(g.tag for g in groups) == {"a": 2, "b": 2}
             assert all(step - 1 - g.oldest_version <= staleness for g in groups)
-            trained += [t for g in groups for t in g.trajectories]
+            trained += [t for g in groups for t in g.trajectories if t.num_trained]
         world.rollout.evaluate("eval", echo_tasks("a", 4), EvalSettings())
         world.rollout.check()
         world.rollout.drain()
@@ -83,6 +102,14 @@ def test_every_attempt_ends_in_exactly_one_state_under_random_faults(tmp_path, s
     assert ends["TRAINED"] == len(trained) == len({t.uid for t in trained})
     assert sum(ends.values()) == counts["episodes/issued"]
     assert counts["episodes/errored"] == ends["ERRORED"] > 0
+    by_reason = Counter(r["reason"] for r in records if r["state"] == "DROPPED")
+    filtered = {r: n for r, n in by_reason.items() if r.startswith("filtered")}
+    assert set(filtered) == (
+        {"filtered: equal_rewards", "filtered: best_of"} if seed in SELECTORS else set()
+    )
+    assert counts["episodes/dropped_filtered"] == sum(filtered.values())
+    for reason, num in filtered.items():
+        assert counts[f"episodes/dropped_filtered.{reason.partition(': ')[2]}"] == num
     recorded = {r["uid"]: r["sha256"] for r in records if r["state"] == "TRAINED"}
     assert set(recorded) == {t.uid for t in trained} and all(recorded.values())
     # E4: the members of every group that was issued are all accounted for, attempt by attempt.

@@ -1,0 +1,92 @@
+"""Dynamic sampling as the buffer does it: the algorithm's answer about one group, and the bound on sampling in vain.
+
+A live run asks `Algorithm.select` about each group as it completes, so what it refuses takes no room and is replaced at
+once. The bound counts, by tag, the groups that were refused since a batch was handed on; it is looked at only while a
+batch is not full, so filtering beside a full buffer never ends a run.
+Must not: know rewards or algorithms, or write to the ledger (buffer.py does).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rl_jax.metrics import Metric
+from rl_jax.types import Group
+
+Select = Callable[[Sequence[Group]], tuple[list[Group], list[tuple[str, str]]]]
+FILTERED = "filtered"  # first word of the reason where `select` dropped a group or a member
+
+
+class SelectionExhausted(RuntimeError):
+    """The algorithm refused `limit` groups of a tag, and the step's batch is still not full."""
+
+
+@dataclass
+class Selection:
+    """What the algorithm said of the groups completed since a batch was handed on; the buffer is its writer."""
+
+    limit: int  # refused groups of a tag that end the run
+    share: int  # groups of a tag in a batch
+    kept: int = 0
+    dropped: Counter[tuple[str, str]] = field(default_factory=Counter)  # (tag, reason) -> groups
+
+    def drop(self, tag: str, reason: str) -> None:
+        self.dropped[tag, reason] += 1
+
+    def check(self, step: int, missing: Mapping[str, int]) -> None:
+        """missing: groups by tag. Raises SelectionExhausted."""
+        for tag, num in missing.items():
+            of_tag = [(r, n) for (of, r), n in self.dropped.most_common() if of == tag]
+            if (total := sum(n for _, n in of_tag)) >= self.limit:
+                reasons = ", ".join(f"{reason.partition(': ')[2]} {n}" for reason, n in of_tag)
+                raise SelectionExhausted(
+                    f"step {step} still misses {num} of {self.share} groups of {tag}: {total} that completed since the"
+                    f" batch before were not selected ({reasons}), which is"
+                    f" rollout.max_filtered_batches={self.limit // self.share} batches; the task is solved or out of"
+                    " reach for this policy: change its difficulty, loosen algorithm.filter, or raise the bound"
+                )
+
+    def metrics(self, batch_groups: int) -> dict[str, Metric]:
+        asked = self.kept + sum(self.dropped.values())
+        return {
+            "filter/kept": Metric(self.kept, asked),
+            "filter/batches": Metric(asked / batch_groups, 1),
+        }
+
+
+def selected(group: Group, select: Select | None) -> tuple[Group | None, dict[str, str]]:
+    """(the group as it may train or None, uid -> reason of what is dropped: the group itself, or members of it).
+
+    Raises: ValueError if `select` did not keep or drop the group exactly once, or left tokens to a dropped member.
+    """
+    if select is None:
+        return group, {}
+    kept, dropped = select([group])
+    reasons = {uid: f"{FILTERED}: {reason}" for uid, reason in dropped}
+    chosen = kept[0] if kept else None
+    names = [t.uid for t in group.trajectories]
+    if (
+        len(kept) + (group.uid in reasons) != 1
+        or (chosen is not None and [t.uid for t in chosen.trajectories] != names)
+        or not reasons.keys() <= set(names if chosen is not None else [group.uid])
+    ):
+        raise ValueError(
+            f"algorithm.select must keep or drop each group exactly once, with all its members; of {group.uid} it kept"
+            f" {len(kept)} and dropped {', '.join(reasons) or 'nothing'}"
+        )
+    for member in chosen.trajectories if chosen is not None else ():
+        if member.uid in reasons and member.loss_mask.any():
+            raise ValueError(f"algorithm.select dropped {member.uid} and left it tokens to train")
+    return chosen, reasons
+
+
+def dropped_counts(drops: Mapping[str, int]) -> dict[str, float]:
+    """Metrics of dropped episodes by reason; of those that were filtered also by the algorithm's own reason."""
+    out = {f"episodes/dropped_{kind}": 0.0 for kind in ("stale", FILTERED, "short")}
+    for reason, num in drops.items():
+        kind, _, detail = reason.partition(": ")
+        if (name := f"episodes/dropped_{kind}") in out:
+            out[name] += num
+        if kind == FILTERED:
+            out[f"{name}.{detail}"] = num
+    return out

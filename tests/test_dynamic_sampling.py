@@ -1,0 +1,77 @@
+"""Dynamic sampling through whole jobs: exact batches, a resume that changes nothing, and a clear end."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rl_jax.checkpoint import Checkpointer
+from rl_jax.config import parse
+from rl_jax.driver import Driver, DriverState
+from rl_jax.job import exit_code
+from rl_jax.rollout.selection import SelectionExhausted
+from rl_jax.rollout.traces import read_groups
+from rl_jax.settings import Settings
+from tests.test_driver import CONFIG, Reference, rows, run_job
+
+
+@pytest.fixture(scope="session")
+def picky(tmp_path_factory):
+    """(a straight run with dynamic sampling, the same run stopped after a step and resumed)."""
+    words = ["--config.algorithm.filter.equal_rewards=true", "--config.steps=2"]
+    root = tmp_path_factory.mktemp("picky")
+    run_job(root / "resumed", *words, "--config.steps=1")
+    return run_job(root / "straight", *words), run_job(root / "resumed", *words)
+
+
+def test_a_resumed_run_ends_where_a_straight_one_does(picky):
+    """With groups that are filtered and replaced before and after the checkpoint."""
+    reference = Reference(parse([CONFIG]).settings).learner
+    states = [
+        Checkpointer(d, parse([CONFIG]).settings.checkpoint).restore(2, reference.abstract_state())[
+            0
+        ]
+        for d in picky
+    ]
+    for name in states[0].params:
+        np.testing.assert_array_equal(states[0].params[name], states[1].params[name], err_msg=name)
+    assert [row["step"] for row in rows(picky[1])] == [1, 2]
+
+
+def test_dynamic_sampling_trains_whole_batches_of_groups_that_differ(picky):
+    fates = []
+    for directory in picky:
+        ledger = [
+            json.loads(line) for line in (directory / "ledger.jsonl").read_text().splitlines()
+        ]
+        own = [r for r in ledger if r["state"] in ("TRAINED", "DROPPED")]
+        fates.append({(r["uid"].partition("/")[2], r["state"], r["reason"]) for r in own})
+        for step in (1, 2):
+            groups = read_groups(directory / f"rollouts/step_{step}/train")
+            assert len(groups) == 2 and all(len(g.trajectories) == 2 for g in groups)
+            assert all(len({t.reward.value for t in g.trajectories}) == 2 for g in groups)
+    straight, resumed = (
+        {fate for fate in of if fate[2] in (None, "filtered: equal_rewards")} for of in fates
+    )
+    assert straight == resumed and any(reason for _, _, reason in straight)
+    (row,) = [row for row in rows(picky[0]) if row["step"] == 2]
+    num = row["episodes/dropped_filtered.equal_rewards"]
+    assert num == sum(reason is not None for _, _, reason in straight)
+    assert row["filter/batches"] >= 1 and 0 < row["filter/kept"] <= 1
+
+
+def test_task_that_yields_no_batch_any_more_ends_the_run_with_its_weights_saved():
+    saved = []
+    parts = SimpleNamespace(
+        learner=SimpleNamespace(state=None), rollout=None, ledger=None,
+        checkpointer=SimpleNamespace(save=lambda *what: saved.append(what[0]), wait=lambda: None),
+        recorder=SimpleNamespace(event=lambda kind, **fields: None),
+    )  # fmt: skip
+
+    def take(step):
+        raise SelectionExhausted("solved")
+
+    with pytest.raises(SelectionExhausted, match="solved"):
+        Driver(parts, Settings(), DriverState(version=7))._or_stop(8, take)
+    assert saved == [7] and exit_code(SelectionExhausted("x")) == 6
