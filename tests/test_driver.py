@@ -122,6 +122,7 @@ class Reference:
     def turn(self, params, context, seed):
         """The context computed anew, then one block after the other."""
         s, state, slot = self.s, self.engine.init_state(), np.zeros(1, np.int32)
+        params = self.engine.pack(dict(params))
         for start in range(0, len(context) - 1, s.engine.chunk_sizes[-1]):
             piece = context[start : min(start + s.engine.chunk_sizes[-1], len(context) - 1)]
             chunk = pack_chunk([Piece(np.array(piece, np.int32), start)], s.engine.chunk_sizes)

@@ -12,13 +12,15 @@ device itself ends the slot. 4 the next turn's suffix, which starts with the las
 appended and the slot armed again. 5 `free` stops a slot; `extract` copies its KV out. Host arrays
 that are passed in may be read after the call returns (the CPU backend aliases numpy memory):
 callers never write to them again.
-Must not: know versions, sessions, threads or text; convert weights (they come in the model's dtype,
-in param_shardings).
+Weights come by name, in the model's dtype and param_shardings, as they are synchronised and digested; `pack` turns them
+into `params`, what all verbs take: Params of model.packed where the mesh splits query and kv heads alike.
+Must not: know versions, sessions, threads or text; convert weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +28,10 @@ import numpy as np
 
 from kernels.kv import KVSpec
 from rl_jax.engine import programs
+from rl_jax.engine.attention import choose_attention
 from rl_jax.engine.chunks import end_positions, padding_chunk
-from rl_jax.engine.state import Cache, DecodeState, SlotState
-from rl_jax.mesh import named_sharding, shardings
+from rl_jax.engine.state import Cache, DecodeState, SlotState, empty_sampling, empty_slots
+from rl_jax.mesh import mesh_axes, named_sharding, shardings
 from rl_jax.models.model import Model
 from rl_jax.settings import EngineSettings
 from rl_jax.types import BlockTokens, PrefillChunk, Prefix, SlotSampling
@@ -40,7 +43,6 @@ MIN_TILE, MAX_TILE = (
     16,
     128,
 )  # queries of one attention tile: few suit short suffixes, many suit long chunks
-KEY_DATA = 2  # 32-bit words of a threefry key
 
 
 class JaxEngine:
@@ -69,11 +71,17 @@ class JaxEngine:
             dtype=s.dtype,
         )
         self.param_shardings = shardings(model.logical_axes, rules_serve, mesh)
+        heads, kv_heads = mesh_axes(("heads", "kv_heads"), rules_serve)
+        self.served = model.packed if model.packed is not None and heads == kv_heads else model
+        self.served_shardings = shardings(self.served.logical_axes, rules_serve, mesh)
         self._replicated = named_sharding((), rules_serve, mesh)
         self._cache_sharding = named_sharding(self.spec.axes, rules_serve, mesh)
         # A scratch cache has as many rows as a chunk has requests, which no mesh axis need divide.
         self.prefix_sharding = named_sharding((None, *self.spec.axes[1:]), rules_serve, mesh)
         self.visible_buckets = buckets(MIN_VISIBLE, settings.context)
+        self.attention, attend = choose_attention(s, settings.slots, rules_serve, mesh)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._step = programs.Step(attend, not on_cpu, settings.steps_per_block)
         self._compile()
 
     # --- state ------------------------------------------------------------------------------
@@ -83,10 +91,25 @@ class JaxEngine:
         return self._init_state()
 
     def zero_params(self) -> dict[str, jax.Array]:
-        """Weights of zeros in the served dtype and layout, to compile with before real ones have
-        come.
-        """
+        """What `pack` returns, of zeros, to compile with before real weights have come."""
         return self._zero_params()
+
+    def pack(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The form of named weights (in param_shardings) that the verbs take.
+
+        The dict is emptied on the way, so that no more than one weight's parts are held twice.
+        """
+        packed = {}
+        for name, place in self.served_shardings.items():
+            if name in params:
+                packed[name] = params.pop(name)
+                continue
+            join = self.model.joins[name]
+            key = (join.of, place)
+            if key not in self._joins:
+                self._joins[key] = jax.jit(join.of, out_shardings=place)
+            packed[name] = self._joins[key]([params.pop(part) for part in join.parts])
+        return packed
 
     # --- the six verbs ----------------------------------------------------------------------
 
@@ -228,7 +251,7 @@ class JaxEngine:
                 yield f"continuation of {shorter} within {longer} tokens"
 
     def _compile(self) -> None:
-        model, spec, dtype = self.model, self.spec, self.dtype
+        model, spec, dtype = self.served, self.spec, self.dtype
         cache, prefix, small = self._cache_sharding, self.prefix_sharding, self._replicated
 
         def zeros(rows: int, length: int) -> Cache:
@@ -249,12 +272,13 @@ class JaxEngine:
         )
         self._zero_params = jax.jit(
             lambda: {n: jnp.zeros(a.shape, dtype) for n, a in model.abstract.items()},
-            out_shardings=self.param_shardings,
+            out_shardings=self.served_shardings,
         )
+        self._joins: dict[Any, Any] = {}
         self._extend_state = jax.jit(extend, out_shardings=cache, **static)
         self._extend_scratch = jax.jit(extend, out_shardings=prefix, **static)
         self._generate = jax.jit(
-            partial(programs.generate, model, steps=self.settings.steps_per_block),
+            partial(programs.generate, model, step=self._step),
             donate_argnums=1,
             out_shardings=(state_out, small),
         )
@@ -337,41 +361,6 @@ def buckets(smallest: int, largest: int) -> tuple[int, ...]:
 def tile_of(chunk_size: int) -> int:
     """Queries of one attention tile for a chunk of this size: about 32 tiles, within bounds."""
     return min(max(chunk_size // 32, MIN_TILE), MAX_TILE)
-
-
-def empty_slots(settings: EngineSettings) -> SlotState:
-    """Slots that were never used; built inside jit, so each field is an array of its own."""
-    S = settings.slots
-    ints = {
-        name: jnp.zeros(S, jnp.int32)
-        for name in ("last_token", "context_length", "token_index", "max_new_tokens", "top_k")
-    }
-    return SlotState(
-        **ints,
-        key=jnp.zeros((S, KEY_DATA), jnp.uint32),
-        temperature=jnp.ones(S, jnp.float32),
-        top_p=jnp.ones(S, jnp.float32),
-        stop_token_ids=jnp.full((S, settings.num_stop_tokens), -1, jnp.int32),
-        epoch=jnp.full(S, -1, jnp.int32),
-        active=jnp.zeros(S, bool),
-    )
-
-
-def empty_sampling(num_stop_tokens: int) -> SlotSampling:
-    """SlotSampling of no slots."""
-    ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return SlotSampling(
-        last_token=ints,
-        context_length=ints,
-        seed=np.zeros(0, np.uint64),
-        token_index=ints,
-        max_new_tokens=ints,
-        temperature=floats,
-        top_p=floats,
-        top_k=ints,
-        stop_token_ids=np.zeros((0, num_stop_tokens), np.int32),
-        epoch=ints,
-    )
 
 
 def _pad(values: np.ndarray, size: int) -> np.ndarray:

@@ -16,12 +16,13 @@ Invariants: a token's KV and logits depend on its own request only, on CPU down 
   extended and samples always decoded, so only a rebuilt history holds the other kind.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
-from rl_jax.engine.sampling import sample
+from rl_jax.engine.attention import StepAttention
+from rl_jax.engine.sampling import sample, sample_tiled
 from rl_jax.engine.state import FINISH_CODES, Cache, DecodeState, SlotState
 from rl_jax.models.attention import attention
 from rl_jax.models.model import Model
@@ -90,48 +91,59 @@ def tile_index(segment: jax.Array, lengths: jax.Array, tile: int) -> tuple[jax.A
     return of_tile.reshape(num_tiles, tile), place
 
 
+@dataclass(frozen=True)
+class Step:
+    """How a decode step is computed, besides the model."""
+
+    attend: StepAttention
+    tiled_sampling: (
+        bool  # one pass over tiles of the vocabulary, as suits a GPU; else what suits a CPU
+    )
+    count: int  # steps of one dispatch
+
+
 def generate(
-    model: Model, params: dict[str, jax.Array], state: DecodeState, *, steps: int
+    model: Model, params: dict[str, jax.Array], state: DecodeState, *, step: Step
 ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
-    """`steps` decode steps of all active slots.
+    """`step.count` decode steps of all active slots.
 
     Returns: the new state and (tokens i32[S, k], logprobs f32[S, k], sampled_logprobs f32[S, k],
     valid bool[S, k], finish i8[S], slot_epoch i32[S], nan bool[S]).
     """
     S = state.slots.active.shape[0]
     carry = (state.kv, state.slots, jnp.zeros(S, jnp.int8), jnp.zeros(S, bool))
+    draw = sample_tiled if step.tiled_sampling else sample
 
-    def step(carry, _):
+    def one(carry, _):
         kv, slots, finish, nan = carry
-        kv, logits = decode_step(model, params, kv, slots)
+        kv, logits = decode_step(model, params, kv, slots, step.attend)
         s = slots
-        out = sample(logits, s.key, s.token_index, s.temperature, s.top_p, s.top_k)
+        out = draw(logits, s.key, s.token_index, s.temperature, s.top_p, s.top_k)
         slots, ended, valid = advance(slots, out.tokens, out.nan, context=kv[0][0].shape[1])
         nan |= s.active & out.nan
         return (kv, slots, jnp.maximum(finish, ended), nan), (*out[:3], valid)
 
-    (kv, slots, finish, nan), made = jax.lax.scan(step, carry, None, length=steps)
+    (kv, slots, finish, nan), made = jax.lax.scan(one, carry, None, length=step.count)
     tokens, logprobs, sampled_logprobs, valid = (x.swapaxes(0, 1) for x in made)  # [k, S] -> [S, k]
     block = (tokens, logprobs, sampled_logprobs, valid, finish, state.slots.epoch, nan)
     return DecodeState(kv, slots), block
 
 
 def decode_step(
-    model: Model, params: dict[str, jax.Array], kv: Cache, slots: SlotState
+    model: Model,
+    params: dict[str, jax.Array],
+    kv: Cache,
+    slots: SlotState,
+    attend_cache: StepAttention,
 ) -> tuple[Cache, jax.Array]:
     """Run each slot's last token: the cache with its k, v (active slots only), logits f32[S, V]."""
-    S, context = kv[0][0].shape[:2]
     position = slots.context_length - 1
-    row = jnp.where(slots.active, jnp.arange(S), S)
-    mask = (jnp.arange(context) <= position[:, None])[:, None]  # [S, 1, context]
     new_kv = list(kv)
 
     def attend(layer, q, k, v):
-        k_cache, v_cache = new_kv[layer]
-        k_cache = k_cache.at[row, position].set(k[:, 0], mode="drop")
-        v_cache = v_cache.at[row, position].set(v[:, 0], mode="drop")
-        new_kv[layer] = (k_cache, v_cache)
-        return attention(q, k_cache, v_cache, mask)
+        new = (k[:, 0], v[:, 0])
+        out, new_kv[layer] = attend_cache(q[:, 0], new, new_kv[layer], position, slots.active)
+        return out[:, None]
 
     hidden = model.hidden(params, slots.last_token[:, None], position[:, None], attend)
     return tuple(new_kv), model.logits(params, hidden[:, 0])

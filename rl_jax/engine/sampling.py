@@ -5,13 +5,22 @@ Invariants: a slot's token depends on its own logits, sampling numbers, seed and
 requests nor the block size can change it. `logprobs` is the distribution that is trained:
 log_softmax(logits / temperature), without top-p and top-k; `sampled_logprobs` is the one sampled
 from. Greedy (temperature 0) uses temperature 1 for both.
+Two forms with the same tokens: `sample` in several simple passes, as suits a CPU; `sample_tiled` in one pass that reads
+the logits once, makes the noise on the way and keeps six numbers a tile of the vocabulary. Tiles stay on the device
+that has them where the vocabulary is split, so logits are never gathered.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+MOST_TILES = 128
+LOW = np.float32(-1e30)  # finite, so that exp(LOW - LOW) is a number
+NOTHING = (LOW, np.int32(2**31 - 1), LOW, LOW, np.float32(0), np.int32(0))  # of no columns
 
 
 class Sampled(NamedTuple):
@@ -49,6 +58,52 @@ def sample(
         sampled_logprobs=_logprob_of(filtered, tokens),
         nan=~jnp.isfinite(logits).all(axis=-1),
     )
+
+
+def sample_tiled(
+    logits: Float[Array, "S V"],
+    key: Int[Array, "S 2"],
+    token_index: Int[Array, " S"],
+    temperature: Float[Array, " S"],
+    top_p: Float[Array, " S"],
+    top_k: Int[Array, " S"],
+) -> Sampled:
+    """As `sample`: the same tokens, log-probs equal but for rounding. Rows with a filter take all rows to `sample`."""
+    wants_filter = ((top_k > 0) | (top_p < 1)) & (temperature > 0)
+    return jax.lax.cond(
+        wants_filter.any(), sample, _sample_unfiltered,
+        logits, key, token_index, temperature, top_p, top_k,
+    )  # fmt: skip
+
+
+def _sample_unfiltered(logits, key, token_index, temperature, top_p, top_k) -> Sampled:
+    S, V = logits.shape
+    greedy = (temperature <= 0)[:, None]
+    scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, temperature[:, None])
+    noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(key, token_index, V)
+    ids = jnp.broadcast_to(jnp.arange(V, dtype=jnp.int32), (S, V))
+    bad = (~jnp.isfinite(logits)).astype(jnp.int32)
+    chosen_by = jnp.where(greedy, logits, scaled + noise)
+    columns = (chosen_by, ids, scaled, scaled, jnp.ones_like(scaled), bad)
+    tiles = math.gcd(V, MOST_TILES)  # the outer factor, so that a split vocabulary splits the tiles
+    columns = tuple(x.reshape(S, tiles, V // tiles) for x in columns)
+    for _ in range(2):  # within tiles, then over them
+        columns = jax.lax.reduce(columns, NOTHING, _merge, (columns[0].ndim - 1,))
+    _, tokens, chosen, top, total, bad = columns
+    logprobs = chosen - top - jnp.log(total)
+    return Sampled(jnp.minimum(tokens, V - 1), logprobs, logprobs, bad > 0)
+
+
+def _merge(a: tuple, b: tuple) -> tuple:
+    """Two parts of the vocabulary together: (best value, its id, its logit, top, sum of exp(x - top), bad)."""
+    (best_a, id_a, chosen_a, top_a, total_a, bad_a) = a
+    (best_b, id_b, chosen_b, top_b, total_b, bad_b) = b
+    first = (best_a > best_b) | ((best_a == best_b) & (id_a < id_b))
+    pick = lambda x, y: jnp.where(first, x, y)
+    top = jnp.maximum(top_a, top_b)
+    total = total_a * jnp.exp(top_a - top) + total_b * jnp.exp(top_b - top)
+    best = (pick(best_a, best_b), pick(id_a, id_b), pick(chosen_a, chosen_b))
+    return (*best, top, total, jnp.maximum(bad_a, bad_b))
 
 
 def _filtered(

@@ -11,9 +11,13 @@ deadlines).
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from rl_jax.types import FinishReason
+from rl_jax.settings import EngineSettings
+from rl_jax.types import FinishReason, SlotSampling
 
+KEY_DATA = 2  # 32-bit words of a threefry key
 # BlockTokens.finish holds 1 + the reason's place in FinishReason; 0 = the slot still runs (or never did).
 RUNNING = 0
 FINISH_CODES = {reason: 1 + i for i, reason in enumerate(FinishReason)}
@@ -47,3 +51,38 @@ Cache = tuple[tuple[jax.Array, jax.Array], ...]
 class DecodeState:
     kv: Cache
     slots: SlotState
+
+
+def empty_slots(settings: EngineSettings) -> SlotState:
+    """Slots that were never used; built inside jit, so each field is an array of its own."""
+    S = settings.slots
+    ints = {
+        name: jnp.zeros(S, jnp.int32)
+        for name in ("last_token", "context_length", "token_index", "max_new_tokens", "top_k")
+    }
+    return SlotState(
+        **ints,
+        key=jnp.zeros((S, KEY_DATA), jnp.uint32),
+        temperature=jnp.ones(S, jnp.float32),
+        top_p=jnp.ones(S, jnp.float32),
+        stop_token_ids=jnp.full((S, settings.num_stop_tokens), -1, jnp.int32),
+        epoch=jnp.full(S, -1, jnp.int32),
+        active=jnp.zeros(S, bool),
+    )
+
+
+def empty_sampling(num_stop_tokens: int) -> SlotSampling:
+    """SlotSampling of no slots."""
+    ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return SlotSampling(
+        last_token=ints,
+        context_length=ints,
+        seed=np.zeros(0, np.uint64),
+        token_index=ints,
+        max_new_tokens=ints,
+        temperature=floats,
+        top_p=floats,
+        top_k=ints,
+        stop_token_ids=np.zeros((0, num_stop_tokens), np.int32),
+        epoch=ints,
+    )

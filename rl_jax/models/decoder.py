@@ -4,9 +4,12 @@ Pre-norm residual layers, as in Llama, Qwen2 (qkv_bias) and Qwen3 (qk_norm). Lay
 one by one, each with its own weights: measured faster than a scan over stacked weights on CPU and
 GPU, and one tree for train, sync and serve. Norms, rope and softmax are float32, matmuls accumulate
 in float32, activations are settings.dtype.
+Packed, for serving: query, key and value are one weight [D, K, G + 2, Dh], a group's G query heads before its key and
+value, so that a split over kv heads splits it as it splits the three; gate and up are one [D, 2, F].
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +19,14 @@ from jaxtyping import Array, Float, Int
 from kernels.packed_attention import SAVED as ATTENTION
 from rl_jax.models.attention import Attend, apply_rope, rope_angles
 from rl_jax.models.layers import MATMUL, RMSNorm, linear, lookup, weight
-from rl_jax.models.model import Constrain, Model, model_from_module
+from rl_jax.models.model import Constrain, Join, Model, model_from_module
 from rl_jax.settings import ModelSettings
 
 
 class Attention(nnx.Module):
     """Projections of one layer's attention, head axes kept; the caller's `attend` does the rest."""
 
-    def __init__(self, settings: ModelSettings, dtype: jnp.dtype):
+    def __init__(self, settings: ModelSettings, dtype: jnp.dtype, packed: bool):
         s, D, H, K, Dh = (
             settings,
             settings.embed_size,
@@ -31,19 +34,22 @@ class Attention(nnx.Module):
             settings.num_kv_heads,
             settings.head_dim,
         )
-        heads, kv_heads = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-        self.query = weight((D, H, Dh), heads, dtype, std=D**-0.5)
-        self.key = weight((D, K, Dh), kv_heads, dtype, std=D**-0.5)
-        self.value = weight((D, K, Dh), kv_heads, dtype, std=D**-0.5)
+        self.packed = packed
+        # name of a projection -> (its heads, their logical axes)
+        heads = {"query": ((H,), ("heads",)), "key": ((K,), ("kv_heads",)), "value": ((K,), ("kv_heads",))}  # fmt: skip
+        if packed:
+            heads = {"query_key_value": ((K, H // K + 2), ("kv_heads", None))}
+        for name, (shape, axes) in heads.items():
+            matrix = weight((D, *shape, Dh), ("embed", *axes, "head_dim"), dtype, std=D**-0.5)
+            setattr(self, name, matrix)
+            bias = weight((*shape, Dh), (*axes, "head_dim"), dtype) if s.qkv_bias else None
+            setattr(self, f"{name}_bias", bias)
         self.out = weight(
             (H, Dh, D),
             ("heads", "head_dim", "embed"),
             dtype,
             std=(H * Dh * 2 * s.num_layers) ** -0.5,  # the residual sum of all layers stays O(1)
         )
-        self.query_bias = weight((H, Dh), heads[1:], dtype) if s.qkv_bias else None
-        self.key_bias = weight((K, Dh), kv_heads[1:], dtype) if s.qkv_bias else None
-        self.value_bias = weight((K, Dh), kv_heads[1:], dtype) if s.qkv_bias else None
         self.query_norm = RMSNorm(Dh, s.norm_eps, dtype) if s.qk_norm else None
         self.key_norm = RMSNorm(Dh, s.norm_eps, dtype) if s.qk_norm else None
 
@@ -54,37 +60,53 @@ class Attention(nnx.Module):
         layer: int,
         attend: Attend,
     ) -> Float[Array, "B T D"]:
-        q = linear("btd,dhk->bthk", x, self.query, self.query_bias)  # [B, T, H, Dh]
-        k = linear("btd,dhk->bthk", x, self.key, self.key_bias)  # [B, T, K, Dh]
-        v = linear("btd,dhk->bthk", x, self.value, self.value_bias)
+        q, k, v = self._project(x)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         out = attend(layer, apply_rope(q, *angles), apply_rope(k, *angles), v)
         return linear("bthk,hkd->btd", out, self.out)
 
+    def _project(self, x: Float[Array, "B T D"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [B, T, H, Dh], k and v [B, T, K, Dh]"""
+        if self.packed:
+            both = linear("btd,dkgh->btkgh", x, self.query_key_value, self.query_key_value_bias)
+            q = both[..., :-2, :].reshape(*x.shape[:2], -1, both.shape[-1])
+            return q, both[..., -2, :], both[..., -1, :]
+        q = linear("btd,dhk->bthk", x, self.query, self.query_bias)
+        k = linear("btd,dhk->bthk", x, self.key, self.key_bias)
+        return q, k, linear("btd,dhk->bthk", x, self.value, self.value_bias)
+
 
 class SwiGLU(nnx.Module):
     """down(silu(gate(x)) * up(x)). Source: arXiv:2002.05202."""
 
-    def __init__(self, settings: ModelSettings, dtype: jnp.dtype):
+    def __init__(self, settings: ModelSettings, dtype: jnp.dtype, packed: bool):
         D, F = settings.embed_size, settings.mlp_size
-        self.gate = weight((D, F), ("embed", "mlp"), dtype, std=D**-0.5)
-        self.up = weight((D, F), ("embed", "mlp"), dtype, std=D**-0.5)
+        self.packed = packed
+        if packed:
+            self.gate_up = weight((D, 2, F), ("embed", None, "mlp"), dtype, std=D**-0.5)
+        else:
+            self.gate = weight((D, F), ("embed", "mlp"), dtype, std=D**-0.5)
+            self.up = weight((D, F), ("embed", "mlp"), dtype, std=D**-0.5)
         self.down = weight(
             (F, D), ("mlp", "embed"), dtype, std=(F * 2 * settings.num_layers) ** -0.5
         )
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gated = jax.nn.silu(linear("btd,df->btf", x, self.gate)) * linear("btd,df->btf", x, self.up)
-        return linear("btf,fd->btd", gated, self.down)
+        if self.packed:
+            both = linear("btd,dcf->btcf", x, self.gate_up)
+            gate, up = both[..., 0, :], both[..., 1, :]
+        else:
+            gate, up = linear("btd,df->btf", x, self.gate), linear("btd,df->btf", x, self.up)
+        return linear("btf,fd->btd", jax.nn.silu(gate) * up, self.down)
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, settings: ModelSettings, dtype: jnp.dtype):
+    def __init__(self, settings: ModelSettings, dtype: jnp.dtype, packed: bool):
         self.attention_norm = RMSNorm(settings.embed_size, settings.norm_eps, dtype)
-        self.attention = Attention(settings, dtype)
+        self.attention = Attention(settings, dtype, packed)
         self.mlp_norm = RMSNorm(settings.embed_size, settings.norm_eps, dtype)
-        self.mlp = SwiGLU(settings, dtype)
+        self.mlp = SwiGLU(settings, dtype, packed)
 
     def __call__(
         self,
@@ -98,14 +120,15 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    def __init__(self, settings: ModelSettings, vocab_size: int):
+    def __init__(self, settings: ModelSettings, vocab_size: int, packed: bool = False):
         V, D, dtype = vocab_size, settings.embed_size, jnp.dtype(settings.param_dtype)
         self.settings = settings
         # A normed state then meets the head with logits of O(1), tied or not. GPT-2's 0.02 is this for
         # D 2500; at D 96 it learns several times slower (docs/log.md).
         std = D**-0.5
         self.embed = weight((V, D), ("vocab", "embed"), dtype, std=std)
-        self.layers = nnx.List([DecoderLayer(settings, dtype) for _ in range(settings.num_layers)])
+        layers = [DecoderLayer(settings, dtype, packed) for _ in range(settings.num_layers)]
+        self.layers = nnx.List(layers)
         self.final_norm = RMSNorm(D, settings.norm_eps, dtype)
         self.unembed = (
             None if settings.tie_embeddings else weight((D, V), ("embed", "vocab"), dtype, std=std)
@@ -156,7 +179,35 @@ def build_model(settings: ModelSettings, vocab_size: int) -> Model:
     errors = model_errors(settings, vocab_size)
     if errors:
         raise ValueError("; ".join(errors))
-    return model_from_module(lambda: Decoder(settings, vocab_size), settings, vocab_size)
+    model, packed = (
+        model_from_module(lambda p=p: Decoder(settings, vocab_size, p), settings, vocab_size)
+        for p in (False, True)
+    )
+    return replace(model, packed=packed, joins=joins_of(packed, settings))
+
+
+def joins_of(packed: Model, settings: ModelSettings) -> dict[str, Join]:
+    """How the packed decoder's joined weights are made of the named ones."""
+
+    def by_group(
+        parts: list[jax.Array],
+    ) -> jax.Array:  # [..., heads, Dh] each -> [..., K, G + 2, Dh]
+        K, Dh = settings.num_kv_heads, settings.head_dim
+        return jnp.concatenate([x.reshape(*x.shape[:-2], K, -1, Dh) for x in parts], axis=-2)
+
+    def side_by_side(parts: list[jax.Array]) -> jax.Array:  # [D, F] each -> [D, 2, F]
+        return jnp.stack(parts, axis=-2)
+
+    joins = {}
+    for name in packed.abstract:
+        path, _, last = name.rpartition(".")
+        bias = "_bias" if last.endswith("_bias") else ""
+        if last.startswith("query_key_value"):
+            parts = tuple(f"{path}.{part}{bias}" for part in ("query", "key", "value"))
+            joins[name] = Join(parts, by_group)
+        elif last == "gate_up":
+            joins[name] = Join((f"{path}.gate", f"{path}.up"), side_by_side)
+    return joins
 
 
 def model_errors(settings: ModelSettings, vocab_size: int) -> list[str]:

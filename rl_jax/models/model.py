@@ -2,7 +2,8 @@
 
 Owns: the mapping between an nnx module and `Params`, a plain dict from names such as
 "layers.0.attention.query" to arrays (per-layer weights, nothing stacked). That one tree is what is
-trained, synchronised, checkpointed and served.
+trained, synchronised and checkpointed. Servers run `packed`, the same model over fewer and larger weights: products
+that read one input are one product there. `pack` makes its Params from these.
 Invariants: the module is built once from abstract shapes (`nnx.eval_shape`) and split once; no call
 costs more than `nnx.merge` while tracing. A parameter's initial value depends on the key and its
 name only, never on order or sharding. A family's module has
@@ -15,7 +16,7 @@ Must not: know meshes, KV storage or sampling; use nnx.jit (it traverses the mod
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -39,6 +40,14 @@ def unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return x
 
 
+@dataclass(frozen=True)
+class Join:
+    """How one packed weight is made."""
+
+    parts: tuple[str, ...]  # names of the weights it joins
+    of: Callable[[list[jax.Array]], jax.Array]
+
+
 @dataclass(frozen=True, eq=False)  # by identity, so that a Model may be a static argument of jit
 class Model:
     settings: ModelSettings
@@ -48,6 +57,8 @@ class Model:
     graphdef: Any  # of the nnx module, without arrays
     treedef: Any  # of the module's state; its leaves are in the order of `abstract`
     initial: Mapping[str, tuple[float, float]]  # name -> (mean, std) of the initial values
+    packed: "Model | None" = None  # None: this is the packed form
+    joins: Mapping[str, "Join"] = field(default_factory=dict)  # its names that are not among ours
 
     def init(self, key: jax.Array) -> Params:
         """Fresh Params in param_dtype; jit it with out_shardings to make them where they live."""
@@ -63,6 +74,12 @@ class Model:
     def cast(self, params: Mapping[str, jax.Array], dtype: Any) -> Params:
         """Params in another dtype: a served copy is cast once, when it is made."""
         return {name: array.astype(dtype) for name, array in params.items()}
+
+    def pack(self, params: Mapping[str, jax.Array]) -> Params:
+        """Params of `packed`: joined arrays, and the others as they are."""
+        assert self.packed is not None, "these are packed already"
+        joined = {n: join.of([params[p] for p in join.parts]) for n, join in self.joins.items()}
+        return {n: joined[n] if n in joined else params[n] for n in self.packed.abstract}
 
     def hidden(
         self,

@@ -55,7 +55,7 @@ class DecodeServer:
         tags: Sequence[str] = (),
         hardware: str = "",
     ):
-        """engine: types.Engine with mesh, param_shardings, settings, zero_params, compile_steps.
+        """engine: types.Engine with mesh, param_shardings, settings, zero_params, pack, compile_steps.
 
         Starts without weights.
         """
@@ -64,7 +64,7 @@ class DecodeServer:
         self.version = -1  # of the weights in use; written by the server's thread
         self._table = RequestTable(name, pool, engine.settings, settings)
         self._events = EventStream(self._table.consume)
-        self._staged = StagedWeights(name, engine.param_shardings)
+        self._staged = StagedWeights(name, engine.param_shardings, engine.pack)
         self._loop = Loop(
             name,
             settings.stop_deadline_s,

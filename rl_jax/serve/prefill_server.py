@@ -78,7 +78,7 @@ class PrefillServer:
         self.version = -1
         self.num_jobs = 0  # submitted and not answered, for the router's choice
         self._num_jobs_lock = threading.Lock()  # it rises and falls on different threads
-        self._staged = StagedWeights(name, engine.param_shardings)
+        self._staged = StagedWeights(name, engine.param_shardings, engine.pack)
         self._loop = Loop(
             name,
             settings.stop_deadline_s,

@@ -2,10 +2,10 @@
 
 Owns: at most one staged set of arrays, and the acknowledgements of the last syncs. Invariants: what
 is committed is complete, laid out as the engine compiled for and digested as it lies on the
-server's devices; a commit repeated under its sync_id gets the same Ack and swaps nothing. Locks are
-held for dictionary operations only.
-Life: stage (bucket by bucket) -> digest -> commit (or discard) -> claim and acknowledge on the
-server's thread. A new sync_id drops what an older one left.
+server's devices; a commit repeated under its sync_id gets the same Ack and swaps nothing. The lock that the server's
+thread takes is held for dictionary operations only.
+Life: stage (bucket by bucket) -> digest -> commit (or discard): packed on the caller's thread, beside generation ->
+claim and acknowledge on the server's thread. A new sync_id drops what an older one left.
 """
 
 import threading
@@ -17,16 +17,19 @@ from kernels import digest
 from rl_jax.serve.commands import Commit
 from rl_jax.types import Ack, Digest
 
+Pack = Callable[[dict[str, Any]], dict[str, Any]]  # types.Engine.pack
+
 KEPT_ACKS = 8  # a repeated commit comes from a retry of the last sync or the one before
 
 
 class StagedWeights:
-    def __init__(self, server: str, param_shardings: Mapping[str, Any]):
-        self._server, self._shardings = server, param_shardings
-        self._lock = threading.Lock()
+    def __init__(self, server: str, param_shardings: Mapping[str, Any], pack: Pack):
+        self._server, self._shardings, self._pack = server, param_shardings, pack
+        self._lock, self._pack_lock = threading.Lock(), threading.Lock()
         self._sync_id: str | None = None
         self._version = -1
         self._arrays: dict[str, Any] = {}
+        self._packed: dict[str, Any] | None = None  # of _arrays, once a commit came
         self._digests: dict[int, digest.PendingDigest] = {}  # by bucket
         self._acks: OrderedDict[str, Ack] = OrderedDict()
         self._retired: dict[str, Any] = {}  # weights that served before, until a caller drops them
@@ -52,7 +55,7 @@ class StagedWeights:
             if sync_id in self._acks:
                 return
             if sync_id != self._sync_id:
-                self._sync_id, self._arrays, self._digests = sync_id, {}, {}
+                self._forget(sync_id)
             self._version = version
             self._arrays.update(arrays)
             self._digests[bucket] = pending
@@ -79,6 +82,7 @@ class StagedWeights:
         """
         if (ack := self.acknowledged(sync_id)) is not None:
             return ack
+        self._pack_staged(sync_id)
         commit = Commit(sync_id, kv)
         put(commit)
         try:
@@ -92,6 +96,7 @@ class StagedWeights:
         """
         if not commit.reply.claim():
             return None
+        self._pack_staged(commit.sync_id)  # already done, unless `commit` was gone round
         try:
             return self._take(commit.sync_id)
         except (KeyError, ValueError) as error:  # the caller's mistake, not the server's end
@@ -113,7 +118,7 @@ class StagedWeights:
     def discard(self, sync_id: str) -> None:
         with self._lock:
             if sync_id == self._sync_id:
-                self._sync_id, self._arrays, self._digests = None, {}, {}
+                self._forget()
 
     def acknowledged(self, sync_id: str) -> Ack | None:
         """The Ack of a sync that was committed before."""
@@ -133,15 +138,32 @@ class StagedWeights:
         """
         with self._lock:
             self._check(sync_id)
-            missing = sorted(set(self._shardings) - set(self._arrays))
-            if missing:
+            if self._packed is None:
+                missing = sorted(set(self._shardings) - set(self._arrays))
                 raise ValueError(
                     f"{self._server}: sync {sync_id} lacks {len(missing)} of {len(self._shardings)} parameters, "
                     f"first {missing[0]!r}; stage every bucket before the commit"
                 )
-            version, arrays = self._version, self._arrays
-            self._sync_id, self._arrays, self._digests = None, {}, {}
-            return version, arrays
+            version, packed = self._version, self._packed
+            self._forget()
+            return version, packed
+
+    def _pack_staged(self, sync_id: str) -> None:
+        """Pack a complete set once; an incomplete one is told by `_take`."""
+        with self._pack_lock:
+            with self._lock:
+                is_complete = not set(self._shardings) - set(self._arrays)
+                if sync_id != self._sync_id or self._packed is not None or not is_complete:
+                    return
+                arrays, self._arrays = self._arrays, {}
+            packed = self._pack(arrays)
+            with self._lock:
+                if sync_id == self._sync_id:
+                    self._packed = packed
+
+    def _forget(self, sync_id: str | None = None) -> None:
+        """Drop what is staged, in favour of sync_id's; the lock is held."""
+        self._sync_id, self._arrays, self._packed, self._digests = sync_id, {}, None, {}
 
     def _check(self, sync_id: str) -> None:
         if sync_id != self._sync_id:

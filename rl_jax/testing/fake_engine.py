@@ -65,6 +65,9 @@ class FakeEngine:
     def zero_params(self) -> dict[str, jax.Array]:
         return self.params(0)
 
+    def pack(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return params
+
     def compile_steps(
         self, params: Mapping[str, jax.Array], *, decode: bool = True
     ) -> Iterator[str]:

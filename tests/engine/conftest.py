@@ -47,7 +47,8 @@ def make_engine(model, *, axes=None, devices=1, **changes) -> JaxEngine:
 
 
 def place(engine: JaxEngine, params):
-    return {n: jax.device_put(x, engine.param_shardings[n]) for n, x in params.items()}
+    """As a server holds them."""
+    return engine.pack({n: jax.device_put(x, engine.param_shardings[n]) for n, x in params.items()})
 
 
 def sampling(contexts, *, num_stop=3, epoch=0, **fields) -> SlotSampling:
@@ -113,7 +114,7 @@ def sample_one(engine, params, context, *, slot=0, num_blocks=2, **fields) -> Re
 @pytest.fixture(scope="session")
 def kit(tiny):
     """The helpers above, and `forward`: log-softmax of logits / T at each next token, from one whole forward."""
-    model, _ = tiny
+    model = tiny[0].packed
 
     @jax.jit
     def log_probs(params, tokens, temperature):

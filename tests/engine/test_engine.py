@@ -211,14 +211,15 @@ def test_sharded_equals_unsharded(tiny, engine, params, kit, rng, axes):
     np.testing.assert_allclose(results[5].logprobs, want.logprobs, atol=1e-4)
 
 
-def test_jit_equals_no_jit(tiny, engine, params, kit, rng):
-    model, _ = tiny
+def test_jit_equals_no_jit(engine, params, rng):
     context = np.array(context_of(rng, 10), np.int32)
     chunk = pack([Piece(context, 0)], (16,))
     state = engine.append(params, engine.init_state(), np.array([2], np.int32), chunk)
     rows = jnp.array([2, 6, 6, 6], jnp.int32)
     args = [jnp.array(a) for a in engine._chunk_args(chunk)]
-    kv = programs.extend(model, params, engine.init_state().kv, *args, rows, visible=64, tile=16)
+    kv = programs.extend(
+        engine.served, params, engine.init_state().kv, *args, rows, visible=64, tile=16
+    )
     for pair, want in zip(kv, state.kv):
         for got, jitted in zip(pair, want):
             np.testing.assert_allclose(got, jitted, atol=1e-5)

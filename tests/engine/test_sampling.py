@@ -1,19 +1,21 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.engine.sampling import allowed_tokens, sample
+from rl_jax.engine.sampling import _sample_unfiltered, allowed_tokens, sample, sample_tiled
 
 LOGITS = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], np.float32))
 
 
-def draw(logits, *, seed=0, index=0, temperature=1.0, top_p=1.0, top_k=0):
+def draw(logits, *, seed=0, index=0, temperature=1.0, top_p=1.0, top_k=0, by=sample):
     S = len(logits)
     full = lambda value, dtype: jnp.broadcast_to(jnp.asarray(value, dtype), (S,))
     seeds = np.broadcast_to(np.array(seed, np.uint64), (S,))
     key = np.stack([seeds >> np.uint64(32), seeds & np.uint64(2**32 - 1)], -1).astype(np.uint32)
-    return jax.jit(sample)(
+    return jax.jit(by)(
         jnp.asarray(logits), key, full(index, jnp.int32), full(temperature, jnp.float32),
         full(top_p, jnp.float32), full(top_k, jnp.int32),
     )  # fmt: skip
@@ -97,3 +99,38 @@ def test_non_finite_logits_are_flagged_in_their_row_only(value):
     logits = LOGITS.copy()
     logits[0, 2] = value
     assert draw(logits).nan.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("top_k", [0, np.array([0, 3, 0, 0, 0, 0])])
+def test_one_pass_over_tiles_samples_the_same(top_k):
+    """1,187 ids a tile, as of Qwen's vocabulary, and bad logits in two rows; log-probs against float64."""
+    logits = np.random.default_rng().normal(size=(6, 1187 * 2)).astype(np.float32) * 4
+    logits[3, 7], logits[4, 9] = np.nan, -np.inf
+    how = {"seed": np.arange(6), "temperature": np.array([0.7, 1, 0, 1, 1, 2]), "top_k": top_k}
+    got, want = draw(logits, by=sample_tiled, **how), draw(logits, **how)
+    assert got.nan.tolist() == want.nan.tolist() == [False, False, False, True, True, False]
+    rows = np.array([0, 1, 2, 5])
+    assert got.tokens[rows].tolist() == want.tokens[rows].tolist()
+    wide = logits[rows].astype(np.float64) / np.array([0.7, 1, 1, 2])[:, None]
+    logp = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    exact = logp[np.arange(4), np.asarray(got.tokens)[rows]]
+    np.testing.assert_allclose(np.asarray(got.logprobs)[rows], exact, atol=1e-5)
+    np.testing.assert_allclose(got.sampled_logprobs[rows], want.sampled_logprobs[rows], atol=1e-5)
+
+
+def test_a_split_vocabulary_is_sampled_without_gathering_logits():
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "tensor"))
+    logits = jax.device_put(np.random.default_rng().normal(size=(4, 2560)).astype("f4"), place)
+    rows = [
+        jnp.zeros((4, 2), jnp.uint32),
+        jnp.arange(4),
+        jnp.ones(4),
+        jnp.ones(4),
+        jnp.zeros(4, int),
+    ]
+    compiled = jax.jit(_sample_unfiltered).lower(logits, *rows).compile()
+    gathered = re.findall(r"\w+\[4,(?:2560|1280|\d+,20)\][^=]* all-gather", compiled.as_text())
+    assert not gathered
+    want = sample(jnp.asarray(np.asarray(logits)), *rows)
+    assert compiled(logits, *rows).tokens.tolist() == want.tokens.tolist()

@@ -316,3 +316,16 @@ def test_missing_weight_is_named():
     params = {n: p for n, p in params.items() if n != "layers.1.mlp.up"}
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up"):
         model.head(params)
+
+
+def test_packed_weights_give_the_same_hidden_states():
+    model, params = model_and_params(True)
+    tokens = np.random.default_rng().integers(0, model.vocab_size, (2, 9))
+    positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
+    mask = causal_segment_mask(positions, positions, positions * 0, positions * 0)
+    attend = lambda _, q, k, v: attention(q, k, v, mask)
+    packed = model.pack(params)
+    assert sorted(packed) == sorted(model.packed.abstract) != sorted(params)
+    assert all(x.shape == model.packed.abstract[n].shape for n, x in packed.items())
+    got = model.packed.hidden(packed, tokens, positions, attend)
+    np.testing.assert_allclose(got, model.hidden(params, tokens, positions, attend), atol=1e-5)
