@@ -123,9 +123,12 @@ class Checkpointer:
             self._quarantine(step, fault)
         return None
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(
+        self, step: int, abstract_state: Any, subset: bool = False
+    ) -> tuple[Any, dict[str, Any]]:
         """(state, extra) of a step. abstract_state: a pytree of ShapeDtypeStruct; each leaf's sharding says where it
-        goes (the first device if it has none), on whatever mesh, and its dtype must be the saved one.
+        goes (the first device if it has none), on whatever mesh, and its dtype must be the saved one. subset: what was
+        saved beside the leaves asked for is left where it is.
 
         Raises: CheckpointError naming the file that does not verify, or the leaves that differ from what was saved.
         """
@@ -137,7 +140,8 @@ class Checkpointer:
             )
         manifest = self.manifest(step)
         want = _flatten(abstract_state)
-        _check_leaves(step, manifest["leaves"], want)
+        saved = manifest["leaves"]
+        _check_leaves(step, {n: saved[n] for n in saved if n in want} if subset else saved, want)
         try:
             leaves = self._open_orbax().restore(
                 self._path(step) / STATE,
@@ -147,6 +151,14 @@ class Checkpointer:
             raise CheckpointError(f"orbax cannot restore {self._path(step)}: {error}") from error
         treedef = jax.tree.structure(abstract_state)
         return jax.tree.unflatten(treedef, [leaves[name] for name in want]), manifest["extra"]
+
+    def holds(self, step: int, prefix: str) -> bool:
+        """Whether a step has a leaf whose name starts so. Raises: CheckpointError if the step cannot be used."""
+        if (fault := self._fault(step)) is not None:
+            raise CheckpointError(
+                f"checkpoint step_{step} in {self.directory} cannot be used: {fault}"
+            )
+        return any(name.startswith(prefix) for name in self.manifest(step)["leaves"])
 
     def manifest(self, step: int) -> dict[str, Any]:
         """MANIFEST.json of a step, unverified. Raises: OSError, ValueError."""
@@ -258,7 +270,8 @@ def _restore_args(leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
         name: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, global_shape=x.shape)
         for name, x in leaves.items()
     }
-    return ocp.args.PyTreeRestore(item=dict(leaves), restore_args=places)
+    # No transform: what is on the disk and not in `item` is not read.
+    return ocp.args.PyTreeRestore(item=dict(leaves), restore_args=places, transforms={})
 
 
 def _flatten(tree: Any) -> dict[str, Any]:

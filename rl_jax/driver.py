@@ -42,7 +42,7 @@ class Preempted(BaseException):
 class Parts:
     """What launch wired; the Driver is the only one that calls across them."""
 
-    learner: Any
+    learner: Any  # rl_jax.learner.roles.Roles
     rollout: Any  # None in train_only, as the three that follow
     buffer: Any
     ledger: Any

@@ -21,12 +21,15 @@ import jax
 from rl_jax import report
 from rl_jax.algorithms import ALGORITHMS
 from rl_jax.backend import BackendError
+from rl_jax.build_roles import Setting, make_roles, max_rows, open_roles
 from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.cluster import InProcCluster, ServersNotReady
 from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.driver import Driver, DriverState, Parts, Preempted, SyncFailed, on_sigterm
 from rl_jax.learner.batch import BatchError
-from rl_jax.learner.learner import Learner, NonFiniteError
+from rl_jax.learner.learner import Learner
+from rl_jax.learner.roles import Roles
+from rl_jax.learner.trained import NonFiniteError
 from rl_jax.ledger import Ledger, LedgerError
 from rl_jax.mesh import Meshes, MeshPlan, build_meshes
 from rl_jax.metrics import Metric, MetricsWriter
@@ -172,19 +175,22 @@ def _run_mode(job: Job, mode: str) -> None:
     )
     algorithm = job.resolve(settings.algorithm.name, ALGORITHMS)(settings.algorithm)
     learner = make_learner(job, model, algorithm)
-    state, extra = _starting_point(job, checkpointer, learner, mode)
+    roles = make_roles(_setting(job), learner, mode)
+    state, extra, source = _starting_point(job, checkpointer, roles, mode)
     if mode == "train_only":
-        parts = Parts(learner, None, None, None, None, algorithm, checkpointer, recorder, {})
+        open_roles(_setting(job), roles, mode, source)
+        parts = Parts(roles, None, None, None, None, algorithm, checkpointer, recorder, {})
         driver = Driver(parts, settings, state)
         driver.replay(saved_batches(settings, after=state.version))
     else:
         cluster = InProcCluster(job.plan, job.meshes, model, settings)
         job.stack.callback(cluster.close)
         cluster.start()  # they compile from now on, beside all that follows
-        parts = _live_parts(job, cluster, learner, algorithm, checkpointer, recorder, extra)
+        parts = _live_parts(job, cluster, roles, algorithm, checkpointer, recorder, extra)
         driver = Driver(parts, settings, state)
         if mode == "train" and not extra and settings.warm_start.steps:
             _warm_start(job, model, learner, parts, recorder)
+        open_roles(_setting(job), roles, mode, source)
         _settle(job, cluster)
         if mode == "train":
             driver.run()
@@ -207,15 +213,17 @@ def make_learner(job: Job, model: Model, algorithm: Any, **changes: Any) -> Lear
     settings = job.settings
     assert job.plan.train is not None, "config.parse refuses a plan without a train mesh"
     # At 0 steps nothing reads the schedule, nor the temperature where greedy sampling is legal (--mode=eval).
-    total_steps = changes.pop("total_steps", settings.steps or settings.learner.warmup_steps + 1)
-    max_rows = changes.pop("max_rows", settings.rollout.batch_groups * settings.rollout.group_size)
+    waits = settings.critic.head_start if "values" in algorithm.needs else 0
+    own_steps = settings.steps - waits if settings.steps else settings.learner.warmup_steps + 1
+    total_steps = changes.pop("total_steps", own_steps)
+    most_rows = changes.pop("max_rows", max_rows(settings))
     return Learner(
         model,
         job.meshes.train,
         job.plan.train.rules,
         algorithm,
         replace(settings.learner, **changes),
-        max_rows=max_rows,
+        max_rows=most_rows,
         temperature=settings.rollout.temperature or 1.0,
         total_steps=total_steps,
         dump_dir=job.run_dir.path / "quarantine",
@@ -223,16 +231,16 @@ def make_learner(job: Job, model: Model, algorithm: Any, **changes: Any) -> Lear
 
 
 def _starting_point(
-    job: Job, checkpointer: Checkpointer, learner: Learner, mode: str
-) -> tuple[DriverState, dict[str, Any]]:
-    """Weights into the learner; the driver's state and the checkpoint's extra ({} for a fresh start)."""
+    job: Job, checkpointer: Checkpointer, roles: Roles, mode: str
+) -> tuple[DriverState, dict[str, Any], Path | None]:
+    """Weights into the policy; the driver's state, the checkpoint's extra and its path ({}, None for a fresh start)."""
     decision = job.run_dir.decision
     source = decision.resume_from
     if source is None and mode == "train_only":
         source = _replay_start(job.settings)
     if source is None:
-        learner.init(jax.random.key(job.settings.seed))
-        return DriverState(), {}
+        roles.policy.init(jax.random.key(job.settings.seed))
+        return DriverState(), {}, None
     if source.parent == checkpointer.directory and not decision.is_exact:
         newest = checkpointer.latest()  # what does not verify is set aside, loudly
         if newest is None:
@@ -242,8 +250,9 @@ def _starting_point(
         source = checkpointer.directory / f"step_{newest}"
     reader = Checkpointer(source.parent.parent, job.settings.checkpoint)
     step = int(source.name.removeprefix("step_"))
-    state, extra = reader.restore(step, learner.abstract_state())
-    learner.load(state)
+    abstract = roles.abstract_state(has_critic=reader.holds(step, "critic/"))
+    state, extra = reader.restore(step, abstract, subset=True)
+    roles.load(state)
     driver_state = DriverState(
         version=extra["version"],
         algorithm=extra["algorithm"],
@@ -253,20 +262,27 @@ def _starting_point(
     job.progress.note(f"resumed from {source}: version {driver_state.version}")
     for change in decision.changes:
         job.progress.note(f"changed since: {change}")
-    return driver_state, extra
+    return driver_state, extra, source
+
+
+def _setting(job: Job) -> Setting:
+    return Setting(
+        job.settings, job.plan, job.meshes, job.run_dir.path, job.resolve, job.progress.note
+    )
 
 
 def _live_parts(
     job: Job,
     cluster: InProcCluster,
-    learner: Learner,
+    roles: Roles,
     algorithm: Any,
     checkpointer,
     recorder,
     extra,
 ) -> Parts:
     """Rollout and sync around the cluster and the learner; all started."""
-    settings, stack, pool, model = job.settings, job.stack, job.pool, learner.model
+    settings, stack, pool, learner = job.settings, job.stack, job.pool, roles.policy
+    model = learner.model
     assert pool is not None, "every mode but train_only has environments"
     sync = WeightSync(
         SyncPlan.build(
@@ -301,7 +317,7 @@ def _live_parts(
     recorder.watch(cluster.counters, rollout.status)
     evaluations = evaluation_tasks(settings, pool)
     return Parts(
-        learner, rollout, buffer, ledger, sync, algorithm, checkpointer, recorder, evaluations
+        roles, rollout, buffer, ledger, sync, algorithm, checkpointer, recorder, evaluations
     )
 
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import jax
 
-from rl_jax.algorithms import ALGORITHMS
+from rl_jax.algorithms import ALGORITHMS, options
 from rl_jax.config import ConfigError
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
+from rl_jax.role_source import NEEDED_ROLE, find_source, vocabulary_error
 from rl_jax.rollout.episode import Episode, EpisodeRules
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
 from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.settings import Settings, TaskSource
 from rl_jax.tokens import TOKENIZERS, ChatRenderer, encodable
-from rl_jax.validate import SUPPLIED
 
 Resolve = Callable[[str, Mapping[str, Any]], Any]  # (name, literal table) -> the object
 
@@ -59,10 +59,7 @@ def load_names(settings: Settings, plan: MeshPlan, resolve: Resolve) -> ChatRend
     errors = plan.check(
         settings.model, plan.num_devices, settings.learner, settings.engine, tokenizer.vocab_size
     )
-    if needs := sorted(frozenset(getattr(algorithm, "needs", ())) - SUPPLIED):
-        errors.append(
-            f"algorithm.name={settings.algorithm.name} needs {', '.join(needs)}, which no pool computes"
-        )
+    errors += _role_errors(settings, algorithm, tokenizer.vocab_size)
     if 0 < settings.model.vocab_size < tokenizer.vocab_size:
         errors.append(
             f"model.vocab_size={settings.model.vocab_size} is below the {tokenizer.vocab_size} tokens of"
@@ -71,6 +68,29 @@ def load_names(settings: Settings, plan: MeshPlan, resolve: Resolve) -> ChatRend
     if errors:
         raise ConfigError(errors)
     return ChatRenderer(tokenizer)
+
+
+def _role_errors(settings: Settings, algorithm: Any, vocab_size: int) -> list[str]:
+    """What only the algorithm itself (it may be a plugin) and the tokenizer can tell about the roles."""
+    name, errors = settings.algorithm.name, []
+    needs = frozenset(getattr(algorithm, "needs", ())) | options.needs(settings.algorithm)
+    if unknown := sorted(needs - NEEDED_ROLE.keys()):
+        errors.append(f"algorithm.name={name} needs {', '.join(unknown)}, which no role computes")
+    if "values" in needs and not hasattr(algorithm, "targets"):
+        errors.append(f"algorithm.name={name} needs values but has no targets() to train a critic")
+    for where in sorted({NEEDED_ROLE[need] for need in needs & NEEDED_ROLE.keys()}):
+        path = getattr(getattr(settings, where, None), "checkpoint", "")
+        if where == "teacher" and not path:
+            errors.append(f"algorithm.name={name} needs a teacher; set teacher.checkpoint")
+        elif path:
+            try:
+                source = find_source(where, path, settings.model)
+            except ValueError as error:
+                errors.append(str(error))
+            else:
+                error = vocabulary_error(where, source.model, settings.model, vocab_size)
+                errors += [error] if error else []
+    return errors
 
 
 def prepare_tasks(settings: Settings, pool: EnvPool, mode: str) -> None:

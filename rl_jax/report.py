@@ -23,6 +23,7 @@ from rl_jax.mesh.rules import Rules, mesh_axes
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
 from rl_jax.preflight import round_trips
+from rl_jax.role_source import needed_roles
 from rl_jax.rollout.traces import read_traces
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.settings import AlgorithmSettings, Settings
@@ -78,7 +79,8 @@ def memory_rows(
 ) -> list[tuple[str, int, int, int, int]]:
     """(server or train pool, bytes of one device, weights, optimizer + gradients, KV), from abstract shapes alone.
 
-    Activations, the staged copy of a sync (one more "weights") and a prefill server's scratch cache come on top.
+    A role is counted as of the policy's size. Activations, the staged copy of a sync (one more "weights") and a prefill
+    server's scratch cache come on top.
     """
     served = jnp.dtype(settings.model.dtype).itemsize
     master = jnp.dtype(settings.model.param_dtype).itemsize
@@ -94,6 +96,12 @@ def memory_rows(
         size = _sharded_size(model, plan.train.rules, plan.train.axes)
         weights, state = size * master, size * 4 * (ADAM_MOMENTS + 1)
         rows.append((plan.train.pool, weights + state, weights, state, 0))
+    for where in sorted(needed_roles(settings)):
+        mesh = plan.role(getattr(settings, where).pool, settings.model)
+        size, is_critic = _sharded_size(model, mesh.rules, mesh.axes), where == "critic"
+        weights = size * (master if is_critic else served)
+        state = size * 4 * (ADAM_MOMENTS + 1) * is_critic
+        rows.append((f"{mesh.pool} {where}", weights + state, weights, state, 0))
     return rows
 
 

@@ -204,16 +204,21 @@ def _may_change(key: str) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
 
 
+def checkpoint_of(path: Path) -> Path | None:
+    """The checkpoint a path names: itself, or the last one of a run directory; None if there is none."""
+    if _STEP.fullmatch(path.name) and path.is_dir():
+        return path
+    steps = checkpoint_steps(path)
+    return path / CHECKPOINTS / f"step_{steps[-1]}" if steps else None
+
+
 def _fork_source(source: Path) -> Path:
-    """The checkpoint a path names: itself, or the last one of a run directory."""
-    if _STEP.fullmatch(source.name) and source.is_dir():
-        return source
-    steps = checkpoint_steps(source)
-    if not steps:
+    checkpoint = checkpoint_of(source)
+    if checkpoint is None:
         raise RunDirError(
             f"--resume={source} has no checkpoint to start from; name a run directory or its checkpoints/step_N"
         )
-    return source / CHECKPOINTS / f"step_{steps[-1]}"
+    return checkpoint
 
 
 def step_of(checkpoint: Path) -> int:

@@ -32,7 +32,8 @@ class ModelSettings:
 @dataclass(frozen=True)
 class PoolSettings:
     name: str = "all"
-    kind: str = "colocated"  # prefill | decode | train | colocated
+    # prefill | decode | train | colocated | role (a critic or frozen policies, named by their `pool`)
+    kind: str = "colocated"
     devices: int | tuple[int, ...] = 1  # a number (the next free ones) or device indices
     replicas: int = 1  # servers that share the devices equally
     # per server: data, fsdp, tensor, expert, context; absent = 1
@@ -253,6 +254,30 @@ class LearnerSettings:
 
 
 @dataclass(frozen=True)
+class CriticSettings:
+    """The value model of an algorithm that needs values. Rows, moments and limits are LearnerSettings'."""
+
+    learning_rate: float = 2e-3
+    schedule: str = "constant"  # as learner.schedule
+    warmup_steps: int = 0  # of the learning rate
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+    value_clip: float = 0.2  # how far a value may move from that at step start; 0 = free
+    head_start: int = 0  # first steps that train the critic alone; the policy stands still
+    pool: str = ""  # the mesh pool of kind role that holds it; "" = the train mesh
+
+
+@dataclass(frozen=True)
+class FrozenSettings:
+    """A policy that scores and is not trained; it is held only where the algorithm reads its log-probs."""
+
+    # a run directory (its last checkpoint) or a checkpoints/step_N; its model is what its config.json says.
+    # reference: "" = the policy that RL starts from
+    checkpoint: str = ""
+    pool: str = ""  # the mesh pool of kind role that holds it; "" = the train mesh
+
+
+@dataclass(frozen=True)
 class WeightSettings:
     kv: str = "recompute"  # recompute | keep: KV of live histories at a swap
     bucket_bytes: int = (
@@ -307,6 +332,9 @@ class Settings:
     algorithm: AlgorithmSettings = AlgorithmSettings()
     warm_start: WarmStartSettings = WarmStartSettings()
     learner: LearnerSettings = LearnerSettings()
+    critic: CriticSettings = CriticSettings()
+    reference: FrozenSettings = FrozenSettings()
+    teacher: FrozenSettings = FrozenSettings()
     weights: WeightSettings = WeightSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     eval: EvalSettings = EvalSettings()

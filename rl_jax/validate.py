@@ -21,6 +21,7 @@ from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
 from rl_jax.progress import PROGRESS_FORMS
 from rl_jax.rewards import REWARDS
+from rl_jax.role_source import NEEDED_ROLE, role_errors
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.settings import Settings
 from rl_jax.tokens import TOKENIZERS
@@ -92,6 +93,12 @@ INTERVALS = {
     "learner.microbatch_rows": "[1, inf)",
     "learner.logprob_chunk": "[1, inf)",
     "learner.max_skipped": "[1, inf)",
+    "critic.learning_rate": "(0, inf)",
+    "critic.warmup_steps": "[0, inf)",
+    "critic.weight_decay": "[0, inf)",
+    "critic.grad_clip": "(0, inf)",
+    "critic.value_clip": "[0, inf)",
+    "critic.head_start": "[0, inf)",
     "weights.bucket_bytes": "[1, inf)",
     "weights.deadline_s": "(0, inf)",
     "weights.retries": "[0, inf)",
@@ -118,6 +125,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.short_group_stale": ("drop",),
     **{f"algorithm.{key}": choices for key, choices in options.CHOICES.items()},
     "learner.schedule": ("constant", "linear", "cosine"),
+    "critic.schedule": ("constant", "linear", "cosine"),
     "learner.remat": ("none", "elementwise", "layer"),
     "learner.attention": ("auto", "plain", "cudnn", "splash"),
     "weights.kv": ("recompute", "keep"),
@@ -131,9 +139,6 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "rollout.scheduler": SCHEDULERS,
     "algorithm.name": ALGORITHMS,
 }
-
-# What an algorithm may need that is computed: by the train pool, for its own policy. No pool holds another model.
-SUPPLIED = frozenset({"old_logprobs"})
 
 _PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TAG = re.compile(r"[a-z][a-z0-9_]*")
@@ -277,9 +282,9 @@ def _engine(s: Settings) -> Iterator[str]:
 
 def _algorithm(s: Settings) -> Iterator[str]:
     yield from options.rules(s.algorithm, s.rollout.group_size)
-    for need in sorted(options.needs(s.algorithm) - SUPPLIED):
+    for need in sorted(options.needs(s.algorithm) - NEEDED_ROLE.keys()):
         cause, remedy = options.needed_by(s.algorithm, need)
-        yield f"{cause} needs {need}, which no pool of mesh {s.mesh.name} computes; {remedy}"
+        yield f"{cause} needs {need}, which no role computes; {remedy}"
 
 
 def _batch(s: Settings) -> Iterator[str]:
@@ -328,6 +333,7 @@ RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
     _algorithm,
     _batch,
     _schedule,
+    role_errors,
 )
 
 

@@ -60,6 +60,7 @@ PART = {
     "config": "config",
     "overrides": "config",
     "validate": "config",
+    "role_source": "config",
     "configs": "config",
     "progress": "metrics",
     "run_dir": "run_dir",
@@ -68,6 +69,7 @@ PART = {
     "recorder": "driver",
     "warm_start": "driver",
     "job": "launch",
+    "build_roles": "launch",
     "preflight": "launch",
     "report": "launch",
     "launch": "launch",
@@ -88,7 +90,8 @@ ONLY_IN = {
 # Checked before jax is loaded, or run in processes that never load it.
 NO_JAX = (
     "rl_jax/__init__.py", "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/schema.py", "rl_jax/config.py",
-    "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/resume.py", "rl_jax/run_dir.py", "rl_jax/metrics.py",
+    "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/role_source.py", "rl_jax/resume.py",
+    "rl_jax/run_dir.py", "rl_jax/metrics.py",
     "rl_jax/progress.py", "rl_jax/tokens.py", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
     "rl_jax/mesh/plan.py",
     "rl_jax/configs", "rl_jax/rewards", "rl_jax/rollout", "rl_jax/algorithms/__init__.py",

@@ -62,7 +62,7 @@ def two_tasks(tmp_path):
 BAD = [
     # spelling and shape of the command line
     ("--config.learner.learning_rat=1", "learner.learning_rat is not a key; did you mean learner.learning_rate"),
-    ("--config.learning_rate=1", "learning_rate is not a key; did you mean learner.learning_rate, warm_start"),
+    ("--config.learning_rate=1", "learning_rate is not a key; did you mean critic.learning_rate, learner."),
     ("--config.lerner.remat=1", "lerner is not a key; did you mean learner"),
     ("--confg.steps=3", "unknown flag --confg.steps; did you mean --config.steps=3?"),
     ("--steps=3", "unknown flag --steps; did you mean --config.steps=3, --config.warm_start.steps=3?"),
@@ -122,7 +122,11 @@ BAD = [
     ("--config.model.head_dim=7", "model.head_dim=7 is odd"),
     ("--config.algorithm.max_response_tokens=64", "is read only by aggregation seq-mean-token-sum-norm"),
     ("--config.algorithm.tau_pos=2", "algorithm.tau_pos=2.0 is not read by grpo but by sapo"),
-    ("--config.algorithm.kl.coef=0.1", "kl.coef=0.1 needs reference_logprobs, which no pool of mesh"),
+    ("--config.algorithm.name=opd", "algorithm.name=opd needs a teacher; set teacher.checkpoint"),
+    ("--config.teacher.checkpoint=x", "teacher.checkpoint=x is not read: no option of algorithm grpo needs a teacher"),
+    ("--config.reference.pool=x", "is not read: no option of algorithm grpo needs a reference (algorithm.kl.coef"),
+    ("--config.critic.value_clip=0.5", "no option of algorithm grpo needs a critic (ppo does); leave it out"),
+    ("--config.critic.learning_rate=0", "critic.learning_rate=0.0 must be above 0"),
     ("--config.algorithm.kl.kind=k2", "has no effect while kl.coef is 0"),
     ("--config.algorithm.correction.level=token", "set algorithm.old_policy to one_update or recompute"),
     ("--config.algorithm.correction.veto=2", "algorithm.correction.veto=2.0 must be in [0, 1]"),
@@ -187,7 +191,8 @@ def test_unknown_key_answers_in_a_second_without_jax():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout.splitlines() == [
-        "learner.learning_rat is not a key; did you mean learner.learning_rate, warm_start.learning_rate?",
+        "learner.learning_rat is not a key; did you mean learner.learning_rate, critic.learning_rate,"
+        " warm_start.learning_rate?",
         "[]",
     ]
     # Of CPU, which a busy machine does not stretch as it does the clock; about 0.6 s.
@@ -436,6 +441,11 @@ def test_every_setting_has_a_rule():
         "rollout.replay_dir",  # by mode
         "cluster.address",  # by backend
         "mesh.name",  # free
+        "reference.checkpoint",
+        "reference.pool",
+        "teacher.checkpoint",
+        "teacher.pool",
+        "critic.pool",  # role_source.py
     }
     keys = {
         k

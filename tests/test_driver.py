@@ -1,6 +1,7 @@
 """The whole loop: against a straight reference, across meshes, and through its ends."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -276,3 +277,84 @@ def test_rollout_only_saves_episodes_and_trains_nothing(tmp_path):
         "--config.steps=2",
     )
     assert len(rows(replayed)) == 2
+
+
+# --- roles beside the policy ---
+
+APART = """
+from ml_collections import ConfigDict
+
+def get_config(arg=""):
+    pools = [ConfigDict({"name": n, "kind": k, "devices": d, "replicas": 1, "axes": a}) for n, k, d, a in (
+        ("all", "colocated", 1, {}), ("critic", "role", 1, {}), ("frozen", "role", 2, {"fsdp": 2}))]
+    return ConfigDict({"name": "apart", "platform": "cpu", "pools": pools, "rules_train": (), "rules_serve": ()})
+"""
+
+
+def replay(directory, source, *words):
+    return run_job(directory, "--mode=train_only", f"--config.rollout.replay_dir={source}", *words)
+
+
+@pytest.fixture(scope="module")
+def with_roles(one_device, tmp_path_factory):
+    """PPO with a critic and a KL to what it started from, on the saved episodes; not interrupted."""
+    root = tmp_path_factory.mktemp("roles")
+    return replay(root / "run", one_device, *PPO_AND_KL)
+
+
+PPO_AND_KL = ("--config.algorithm.name=ppo", "--config.algorithm.kl.coef=0.1")
+
+
+def test_critic_and_reference_are_the_same_ones_after_a_resume(one_device, with_roles, tmp_path):
+    replay(tmp_path, one_device, *PPO_AND_KL, "--config.steps=2")
+    replay(tmp_path, one_device, *PPO_AND_KL)
+    whole, cut = rows(with_roles), rows(tmp_path)
+    assert abs(whole[0]["policy/kl"]) < 1e-6 < whole[2]["policy/kl"]
+    for name in ("policy/kl", "policy/loss", "critic/loss", "critic/value", "critic/grad_norm"):
+        assert [row[name] for row in cut] == [row[name] for row in whole], name
+    (tmp_path / "reference").rename(tmp_path / "gone")
+    words = ["--mode=train_only", f"--config.rollout.replay_dir={one_device}", *PPO_AND_KL]
+    assert launch.main([CONFIG, f"--run_dir={tmp_path}", *words, "--config.steps=4"]) == 3
+
+
+@pytest.mark.slow
+def test_critic_and_reference_on_pools_of_their_own_train_the_same(
+    one_device, with_roles, tmp_path
+):
+    (tmp_path / "apart.py").write_text(APART)
+    words = (f"--mesh={tmp_path / 'apart.py'}", "--config.critic.pool=critic")
+    apart = replay(
+        tmp_path / "run", one_device, *PPO_AND_KL, *words, "--config.reference.pool=frozen"
+    )
+    for there, here in zip(rows(apart), rows(with_roles), strict=True):
+        for name in ("policy/kl", "critic/loss", "critic/grad_norm", "optim/grad_norm"):
+            assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_teacher_is_of_its_own_size_and_stays_the_checkpoint_it_was(
+    one_device, with_roles, tmp_path, capsys
+):
+    """The student is narrower; the teacher's run goes on meanwhile."""
+    teacher = shutil.copytree(with_roles, tmp_path / "teacher")
+    words = [
+        "--config.algorithm.name=opd", f"--config.teacher.checkpoint={teacher}",
+        "--config.model.embed_size=16",
+    ]  # fmt: skip
+    student = replay(tmp_path / "student", one_device, *words, "--config.steps=1")
+    pin = json.loads((student / "roles.json").read_text())["teacher"]
+    assert pin["checkpoint"] == str(teacher / "checkpoints" / f"step_{STEPS}")
+    assert rows(student)[0]["policy/reverse_kl"] != 0
+    shutil.copytree(teacher / "checkpoints" / "step_3", teacher / "checkpoints" / "step_9")
+    replay(student, one_device, *words, "--config.steps=2")  # the newer one is not looked at
+    assert json.loads((student / "roles.json").read_text())["teacher"] == pin
+    shutil.rmtree(teacher / "checkpoints" / "step_3")
+    args = ["--mode=train_only", f"--config.rollout.replay_dir={one_device}", *words]
+    assert launch.main([CONFIG, f"--run_dir={student}", *args, "--config.steps=3"]) == 3
+    assert "teacher of this run cannot be read" in capsys.readouterr().err
+
+
+def test_what_nothing_needs_is_not_there(one_device):
+    assert not (one_device / "reference").exists() and not (one_device / "roles.json").exists()
+    leaves = Checkpointer(one_device, parse([CONFIG]).settings.checkpoint).manifest(STEPS)["leaves"]
+    assert not [name for name in leaves if name.startswith("critic")]

@@ -114,6 +114,25 @@ def test_describe_has_a_line_for_each_server_and_the_train_mesh():
     assert len(cells) == 5
 
 
+def test_roles_have_pools_and_meshes_of_their_own_or_share_the_train_mesh():
+    pools = (*SPLIT, PoolSettings("judge", "role", devices=2, axes={"fsdp": 2}))
+    plan = plan_of(*pools)
+    assert plan.describe().splitlines()[-1].split() == ["judge", "role", "8-9", "fsdp=2", "cpu"]
+    assert plan.role("judge", MODEL).devices == (8, 9)
+    assert plan.role("", MODEL) == plan.train
+    assert plan.check_role("judge", MODEL, LearnerSettings()) == []
+    (error,) = plan.check_role("judge", replace(MODEL, embed_size=33), LearnerSettings())
+    assert "pool judge" in error and "model.embed_size=33" in error
+    with pytest.raises(KeyError):
+        plan.role("decode", MODEL)
+    small = plan_of(
+        *SPLIT[:2], replace(SPLIT[2], devices=1, axes={}), replace(pools[3], devices=(6, 7))
+    )
+    meshes = build_meshes(small)
+    assert meshes.roles[""] is meshes.train
+    assert [d.id for d in meshes.roles["judge"].devices.ravel()] == [6, 7]
+
+
 # --- refusing ------------------------------------------------------------------------------------
 
 
@@ -141,6 +160,7 @@ def decode_tensor(tensor: int, **changes) -> tuple[PoolSettings, ...]:
         (split_with(2, axes={"fdsp": 4}), ["'fdsp' is unknown", "fsdp"]),
         (split_with(2, axes={"fsdp": 0}), ["fsdp=0 must be at least 1"]),
         (split_with(2, replicas=2), ["pool train", "replicas=2", "one train mesh"]),
+        ((*SPLIT, PoolSettings("r", "role", 2, 2)), ["pool r", "replicas=2", "one role mesh"]),
         (split_with(1, kv_heads="copy"), ["kv_heads='copy'", "replicate or error"]),
         (SPLIT[:2], ["0 pools train (none)", "train or colocated"]),
         ((SPLIT[0], SPLIT[2]), ["no pool decodes"]),

@@ -6,6 +6,9 @@ enter the loss (packing leaves the others out, before anything is counted); 3 `a
 multiplies it by loss_weights, which hold the aggregation and the batch's global counts (aggregate.py). So no algorithm
 ever divides.
 
+An algorithm whose needs have "values" also has `targets(groups, extras, state)`, called before step 3 with its
+arguments: one f32[T] per trajectory, the returns that the critic is to learn.
+
 Must not: reduce over tokens, know the layout (rows, microbatches, devices), or keep state on
 itself: what must survive a restart goes through `state`, which is JSON.
 """

@@ -77,6 +77,8 @@ class PolicyAlgorithm:
         loss, sums = out.loss, {}
         if "clipped" in out.parts:
             sums["policy/clip_frac"] = total(out.parts["clipped"])
+        if "reverse_kl" in out.parts:
+            sums["policy/reverse_kl"] = total(out.parts["reverse_kl"])
         if corrects(s.correction):
             keep, weights = corrected(x, s.old_policy, s.correction)
             loss = jnp.where(keep, weights * loss, 0.0)

@@ -6,16 +6,25 @@ trained token. The critic's own targets are the unwhitened returns (token_advant
 Source: arXiv:1707.06347, arXiv:1506.02438.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from rl_jax.algorithms.advantages import Scored
 from rl_jax.algorithms.policy import PolicyAlgorithm
 from rl_jax.algorithms.token_advantages import gae, whiten
+from rl_jax.types import Group
 
 
 class Ppo(PolicyAlgorithm):
     def estimate(self, scored: Scored) -> list[np.ndarray]:
-        s, mask = self.settings, scored.mask
+        return scored.unpadded(whiten(self._gae(scored)[0], scored.mask))
+
+    def targets(self, groups: Sequence[Group], extras, state) -> list[np.ndarray]:
+        scored, _ = self._scored(groups, extras, state)
+        return scored.unpadded(self._gae(scored)[1])
+
+    def _gae(self, scored: Scored) -> tuple[np.ndarray, np.ndarray]:
         values = scored.padded(scored.extras["values"])
-        advantages, _ = gae(scored.token_rewards(), values, mask, gamma=s.gamma, lam=s.lam)
-        return scored.unpadded(whiten(advantages, mask))
+        s = self.settings
+        return gae(scored.token_rewards(), values, scored.mask, gamma=s.gamma, lam=s.lam)

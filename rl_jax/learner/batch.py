@@ -131,13 +131,17 @@ def with_advantages(
 
     Trajectories that `algorithm.trains` refuses (unscored, overlong under the filter) leave
     targets_mask before anything is counted. extras are what learner.score returned, f32[B, T] each;
-    the algorithm sees them per trajectory.
+    the algorithm sees them per trajectory. Where they hold a critic's values, its "returns" join them.
 
     Raises: ValueError if the algorithm's advantages do not pair with the trajectories, or are not finite where trained.
     """
     settings = resolved(settings)
     members = [trajectory for group in groups for trajectory in group.trajectories]
     per_member = {name: batch.gather(array, len(members)) for name, array in extras.items()}
+    extras = dict(extras)
+    if "values" in algorithm.needs:
+        targets = algorithm.targets(groups, per_member, state)
+        extras["returns"] = batch.place(targets, np.float32)
     advantages, state = algorithm.advantages(groups, per_member, state)
     trains = [bool(algorithm.trains(member)) for member in members]
     _check_advantages(advantages, members, trains)
@@ -160,7 +164,7 @@ def with_advantages(
             loss_weights=np.where(
                 targets_mask, batch.place(list(weights), np.float32), np.float32(0)
             ),
-            extras=dict(extras),
+            extras=extras,
         ),
         state,
     )

@@ -7,6 +7,7 @@ Must not: average over devices or microbatches.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +17,10 @@ from jax.sharding import Mesh
 
 from rl_jax.algorithms.algorithm import Algorithm
 from rl_jax.learner.batch import Batch
-from rl_jax.learner.microbatches import to_rows
 from rl_jax.learner.mismatch import mismatch_metrics
 from rl_jax.learner.rows import Rows
-from rl_jax.learner.step import make_score, make_step
-from rl_jax.learner.trained import NonFiniteError as NonFiniteError  # what step() raises
+from rl_jax.learner.scorer import Scorer
+from rl_jax.learner.step import make_step
 from rl_jax.learner.trained import TrainedModel
 from rl_jax.mesh import RulesLike
 from rl_jax.metrics import Metric
@@ -65,7 +65,10 @@ class Learner(TrainedModel):
         )
         self.model, self.mesh, self.algorithm = model, mesh, algorithm
         self.param_shardings, self.attention = rows.param_shardings, rows.attention
-        self._score = jax.jit(make_score(forward), out_shardings=rows.sharding)
+        self._count = jax.jit(
+            lambda counts: jax.tree.map(lambda n: n + 1, counts), out_shardings=rows.replicated
+        )
+        self.scorer = Scorer(rows, forward)  # for any weights of this model on this mesh
 
     def step(self, batch: Batch, version: int = 0) -> dict[str, Metric]:
         """One optimizer step on the whole batch, which version `version` consumes; blocks until it is done.
@@ -92,9 +95,13 @@ class Learner(TrainedModel):
             )
         if not needs:
             return {}
-        version = int(batch.versions.max(initial=0))
-        logprobs = jax.device_get(self._score(self.params, self.rows.put(batch, version)))
-        return {"old_logprobs": to_rows(batch, logprobs)}
+        return {"old_logprobs": self.scorer(self.params, batch)}
+
+    def hold(self) -> None:
+        """Let a batch pass without an update, as a skipped one does: the schedule stands still, the version goes on."""
+        state = self.state
+        step, skipped = self._count((state.step, state.skipped))
+        self._state = replace(state, step=step, skipped=skipped)
 
 
 def batch_metrics(batch: Batch, version: int, samples: bool) -> dict[str, Metric]:

@@ -37,6 +37,8 @@ class TrainState:
     step: jax.Array  # i32[] batches consumed
     skipped: jax.Array  # i32[] of these, without an update; step - skipped updates were applied
     skipped_in_row: jax.Array  # i32[] non-finite updates since the last good one
+    # of the critic, beside the policy's in a checkpoint; no step ever sees both
+    critic: "TrainState | None" = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ def policy_loss(forward: Forward, algorithm: Algorithm) -> Loss:
         logprobs, entropy = forward(params, micro)
         token_loss, sums = algorithm.token_loss(loss_inputs(micro, logprobs, entropy))
         weighted = jnp.where(micro["target_mask"], micro["loss_weights"] * token_loss, 0.0)
-        sums = {**sums, "policy/entropy": _total(entropy, micro["target_mask"])}
+        sums = {**sums, "policy/entropy": masked_sum(entropy, micro["target_mask"])}
         return weighted.sum(), (sums, jax.lax.stop_gradient(logprobs))
 
     return loss
@@ -177,7 +179,7 @@ def make_step(
     def step(state: TrainState, batch: DeviceBatch) -> tuple[TrainState, dict]:
         out = accumulate(loss, forward.cast(state.params), batch)
         state_after, sums = apply_update(update, state, out, batch)
-        sums["policy/advantage"] = _total(batch["advantages"], batch["target_mask"])
+        sums["policy/advantage"] = masked_sum(batch["advantages"], batch["target_mask"])
         mismatch = {}
         if algorithm.samples:
             mismatch = mismatch_totals(
@@ -268,5 +270,6 @@ def loss_inputs(micro: DeviceBatch, logprobs: jax.Array, entropy: jax.Array) -> 
     )
 
 
-def _total(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+def masked_sum(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(sum over the mask, its count), f32[] each."""
     return jnp.where(mask, values, 0.0).sum(), mask.sum().astype(jnp.float32)

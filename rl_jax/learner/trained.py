@@ -78,6 +78,10 @@ class TrainedModel:
         return self._state
 
     @property
+    def has_weights(self) -> bool:
+        return self._state is not None
+
+    @property
     def params(self) -> Params:
         """Master weights, sharded as rows.param_shardings; valid until the next step."""
         return self.state.params

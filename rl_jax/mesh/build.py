@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class Meshes:
     train: "jax.sharding.Mesh"
     servers: Mapping[str, "jax.sharding.Mesh"]  # by ServerPlan.name
+    roles: Mapping[str, "jax.sharding.Mesh"]  # by pool, and "" for the train mesh
 
 
 def build_meshes(plan: MeshPlan, devices: Sequence[Any] | None = None) -> Meshes:
@@ -27,9 +28,12 @@ def build_meshes(plan: MeshPlan, devices: Sequence[Any] | None = None) -> Meshes
             f"mesh {plan.name} needs {plan.num_devices} devices and a train mesh; "
             f"{len(devices)} devices are present; run MeshPlan.check first"
         )
+    train = make_mesh(plan.train.axes, [devices[i] for i in plan.train.devices])
+    roles = {r.pool: make_mesh(r.axes, [devices[i] for i in r.devices]) for r in plan.roles}
     return Meshes(
-        train=make_mesh(plan.train.axes, [devices[i] for i in plan.train.devices]),
+        train=train,
         servers={s.name: make_mesh(s.axes, [devices[i] for i in s.devices]) for s in plan.servers},
+        roles={"": train, **roles},
     )
 
 

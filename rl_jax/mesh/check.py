@@ -8,7 +8,7 @@ from rl_jax.mesh.rules import AXES, KINDS, LOGICAL_AXES, TOGETHER, Rules, cut, r
 from rl_jax.settings import PoolSettings
 
 if TYPE_CHECKING:
-    from rl_jax.mesh.plan import MeshPlan
+    from rl_jax.mesh.plan import MeshPlan, ServerPlan, TrainPlan
 
 Sizes = Mapping[str, tuple[str, int]]  # logical axis -> (its setting, its size; 0 = unknown)
 
@@ -19,12 +19,17 @@ def plan_errors(plan: "MeshPlan", num_devices: int, sizes: Sizes) -> list[str]:
     errors += _rule_errors("train", plan.rules_train) + _rule_errors("serve", plan.rules_serve)
     if any(size < 1 for pool in plan.pools for size in (pool.replicas, *pool.axes.values())):
         return errors  # there are no meshes to look at
-    meshes = [(s.pool, "serve", s.axes, s.rules) for s in plan.servers]
-    if (train := plan.train) is not None:
-        meshes.append((train.pool, "train", train.axes, train.rules))
-    for mesh in meshes:
-        errors += _divide_errors(*mesh, sizes) + _unused_errors(*mesh)
+    for server in plan.servers:
+        errors += mesh_errors(server, sizes, "serve")
+    if plan.train is not None:
+        errors += mesh_errors(plan.train, sizes)
     return list(dict.fromkeys(errors))  # replicas of one pool say the same
+
+
+def mesh_errors(mesh: "TrainPlan | ServerPlan", sizes: Sizes, side: str = "train") -> list[str]:
+    """What keeps dimensions of these sizes from lying on one mesh. Roles are checked by it, each with its own model."""
+    where = (mesh.pool, side, mesh.axes, mesh.rules)
+    return _divide_errors(*where, sizes) + _unused_errors(*where)
 
 
 def _pool_errors(pools: Sequence[PoolSettings]) -> list[str]:
@@ -60,9 +65,9 @@ def _one_pool_errors(pool: PoolSettings) -> list[str]:
         errors.append(
             f"{where}: devices={num_devices} and replicas={pool.replicas} must be at least 1"
         )
-    elif pool.kind == "train" and pool.replicas != 1:
+    elif pool.kind in ("train", "role") and pool.replicas != 1:
         errors.append(
-            f"{where}: replicas={pool.replicas} but there is one train mesh; "
+            f"{where}: replicas={pool.replicas} but there is one {pool.kind} mesh; "
             f"set replicas=1 and axes data={pool.replicas}"
         )
     elif num_devices != (needed := pool.replicas * (product := prod(pool.axes.values()))):

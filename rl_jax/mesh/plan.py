@@ -1,10 +1,10 @@
 """MeshPlan: the resolved placement of pools on devices, as servers and one train mesh."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
-from rl_jax.mesh.check import plan_errors
+from rl_jax.mesh.check import Sizes, mesh_errors, plan_errors
 from rl_jax.mesh.rules import (
     SERVE_RULES,
     SERVING,
@@ -40,6 +40,8 @@ class ServerPlan:
 
 @dataclass(frozen=True)
 class TrainPlan:
+    """One mesh that a learner's programs run on: the policy's, or that of a critic or a frozen policy."""
+
     pool: str
     devices: tuple[int, ...]
     axes: Mapping[str, int]
@@ -55,6 +57,7 @@ class MeshPlan:
     pools: tuple[PoolSettings, ...]
     servers: tuple[ServerPlan, ...]
     train: TrainPlan | None
+    roles: tuple[TrainPlan, ...]  # of the pools of kind role
     rules_train: Rules
     rules_serve: Rules
     placed: tuple[tuple[int, ...], ...]  # devices of each pool
@@ -73,22 +76,25 @@ class MeshPlan:
         placed = _place(settings.pools)
         servers: list[ServerPlan] = []
         trains: list[TrainPlan] = []
+        roles: list[TrainPlan] = []
         for pool, devices in zip(settings.pools, placed):
             axes = full_axes(pool.axes)
             if pool.kind in SERVING:
                 rules = _replicate_kv(rules_serve, pool, axes, model)
                 servers += _servers(pool, devices, axes, rules)
-            if pool.kind in ("train", "colocated"):
+            if pool.kind in ("train", "colocated", "role"):
                 # The servers of a colocated pool, side by side, are its train mesh's data axis.
                 axes = {**axes, "data": axes["data"] * pool.replicas}
                 rules = _replicate_kv(rules_train, pool, axes, model)
-                trains.append(TrainPlan(pool.name, devices, axes, rules, pool.hardware))
+                mesh = TrainPlan(pool.name, devices, axes, rules, pool.hardware)
+                (roles if pool.kind == "role" else trains).append(mesh)
         return cls(
             name=settings.name,
             pools=settings.pools,
             placed=placed,
             servers=tuple(servers),
             train=trains[0] if trains else None,
+            roles=tuple(roles),
             rules_train=rules_train,
             rules_serve=rules_serve,
         )
@@ -112,6 +118,22 @@ class MeshPlan:
             chosen += [pool.name for pool in named or untagged or pools]
         return tuple(chosen)
 
+    def role(self, pool: str, model: ModelSettings) -> TrainPlan:
+        """Where a role of this model lies: on the pool of kind role, or with "" on the train mesh.
+
+        Raises: KeyError for a pool that is not of kind role.
+        """
+        assert self.train is not None, "check refuses a plan without a train mesh"
+        plan = {"": self.train, **{role.pool: role for role in self.roles}}[pool]
+        settings = next(p for p in self.pools if p.name == plan.pool)
+        return replace(plan, rules=_replicate_kv(self.rules_train, settings, plan.axes, model))
+
+    def check_role(
+        self, pool: str, model: ModelSettings, learner: LearnerSettings, vocab_size: int = 0
+    ) -> list[str]:
+        """Everything that keeps a role of this model from lying on its pool; as `check`."""
+        return mesh_errors(self.role(pool, model), _sizes(model, learner, None, vocab_size))
+
     def describe(self) -> str:
         """The plan as a table: one line a server, one for the train mesh, then what is special."""
         rows = [("server", "kind", "devices", "axes", "hardware", "tags")]
@@ -120,6 +142,9 @@ class MeshPlan:
             rows.append((s.name, s.kind, ranges(s.devices), cut(s.axes), s.hardware, tags))
         if (t := self.train) is not None:
             rows.append((t.pool, "train", ranges(t.devices), cut(t.axes), t.hardware, ""))
+        rows += [
+            (r.pool, "role", ranges(r.devices), cut(r.axes), r.hardware, "") for r in self.roles
+        ]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [f"mesh {self.name}: {self.num_devices} device(s)"]
         lines += ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows]
@@ -143,17 +168,25 @@ class MeshPlan:
         One line each, with the numbers and the remedy. vocab_size is the tokenizer's, used where
         model.vocab_size is 0; with both 0 the vocabulary is not checked.
         """
-        sizes = {
-            "vocab": ("model.vocab_size", model.vocab_size or vocab_size),
-            "embed": ("model.embed_size", model.embed_size),
-            "heads": ("model.num_heads", model.num_heads),
-            "kv_heads": ("model.num_kv_heads", model.num_kv_heads),
-            "head_dim": ("model.head_dim", model.head_dim),
-            "mlp": ("model.mlp_size", model.mlp_size),
-            "batch": ("learner.microbatch_rows", learner.microbatch_rows if learner else 0),
-            "slots": ("engine.slots", engine.slots if engine else 0),
-        }
-        return plan_errors(self, num_devices, sizes)
+        return plan_errors(self, num_devices, _sizes(model, learner, engine, vocab_size))
+
+
+def _sizes(
+    model: ModelSettings,
+    learner: LearnerSettings | None,
+    engine: EngineSettings | None,
+    vocab_size: int,
+) -> Sizes:
+    return {
+        "vocab": ("model.vocab_size", model.vocab_size or vocab_size),
+        "embed": ("model.embed_size", model.embed_size),
+        "heads": ("model.num_heads", model.num_heads),
+        "kv_heads": ("model.num_kv_heads", model.num_kv_heads),
+        "head_dim": ("model.head_dim", model.head_dim),
+        "mlp": ("model.mlp_size", model.mlp_size),
+        "batch": ("learner.microbatch_rows", learner.microbatch_rows if learner else 0),
+        "slots": ("engine.slots", engine.slots if engine else 0),
+    }
 
 
 def _place(pools: Sequence[PoolSettings]) -> tuple[tuple[int, ...], ...]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 AXES = ("data", "fsdp", "tensor", "expert", "context")
-KINDS = ("prefill", "decode", "train", "colocated")
+KINDS = ("prefill", "decode", "train", "colocated", "role")
 SERVING = ("prefill", "decode", "colocated")
 
 # Axes of weights, then of activations ("batch", "length") and of the KV cache ("slots").

@@ -85,6 +85,35 @@ def test_ppo_whitens_over_the_tokens_that_train():
         np.testing.assert_allclose(value, row[: len(value)], atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [0, 1, 50])
+def test_credit_passes_over_observations_of_any_length(width):
+    """L15: three turns of one token, by hand. PPO: A = 0.4, 0.14 + 0.72 * 0.4, 0.16 + 0.72 * 0.428."""
+    length = 3 + 2 * width + 3
+    turns = [3 + turn * (1 + width) for turn in range(3)]
+    base = fake_trajectory(0, 0, length, 1.0)
+    mask, turn_ids = np.zeros(length, bool), np.full(length, -1, np.int16)
+    mask[turns], turn_ids[turns] = True, (0, 1, 2)
+    member = replace(base, loss_mask=mask, turn_ids=turn_ids)
+    critic = np.full(length, 7.0)  # what it says of observations is read nowhere
+    critic[turns] = 0.2, 0.4, 0.6
+    ppo, want = make("ppo", gamma=0.9, lam=0.8), np.array([0.46816, 0.428, 0.4])
+    groups, extras = [group_of([member])], {"values": [critic]}
+    (returns,), (advantages,) = (
+        ppo.targets(groups, extras, None),
+        ppo.advantages(groups, extras, None)[0],
+    )
+    np.testing.assert_allclose(returns[turns], want + [0.2, 0.4, 0.6], atol=1e-6)
+    np.testing.assert_allclose(
+        advantages[turns], (want - want.mean()) / want.std(ddof=1), atol=1e-4
+    )
+    (plain,), want = (
+        make("reinforce_pp", gamma=0.9).advantages(groups, {}, None)[0],
+        np.array([0.81, 0.9, 1.0]),
+    )
+    np.testing.assert_allclose(plain[turns], (want - want.mean()) / want.std(ddof=1), atol=1e-4)
+    assert not returns[~mask].any() and not advantages[~mask].any() and not plain[~mask].any()
+
+
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
 def test_dpo_has_the_gradient_of_its_pairs(kind):
     """Through packing and loss weights: sum(weights * -A log p) pulls each token as the mean pair loss does."""

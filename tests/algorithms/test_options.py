@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rl_jax.algorithms import ALGORITHMS, options
+from rl_jax.algorithms.algorithm import LossInputs
 from rl_jax.settings import (
     AlgorithmSettings,
     CorrectionSettings,
@@ -223,3 +224,43 @@ def test_loglinear_uses_the_age_of_each_token():
     np.testing.assert_allclose(
         gradient(fresh, old), np.where(x.mask, -x.advantages, 0.0), rtol=1e-2, atol=1e-3
     )
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3", "unbiased"])
+def test_kl_in_the_loss_has_its_gradient_at_any_coefficient_and_pulls_a_shifted_logit_back(kind):
+    """L18, through a softmax of 5 logits: every token is there once, and nothing but the KL pulls."""
+    with jax.enable_x64(True):
+        reference = jnp.linspace(-1.0, 1.0, 5)
+        shifted = reference.at[3].add(1.5)
+        zeros, there = jnp.zeros((1, 5)), jnp.ones((1, 5), bool)
+
+        def loss(logits, coef):
+            logp = jax.nn.log_softmax(logits)[None]
+            x = LossInputs(
+                logprobs=logp, entropy=zeros, advantages=zeros, mask=there, segment_ids=there * 1,
+                turn_ids=there * 0, behaviour_logprobs=jax.lax.stop_gradient(logp),
+                reference_logprobs=jax.nn.log_softmax(reference)[None],
+            )  # fmt: skip
+            algorithm = make("grpo", entropy_coef=0.0, kl=KlSettings(coef, kind=kind))
+            return algorithm.token_loss(x)[0].mean()
+
+        coefs = (0.1, 0.5, 2.0)
+        run = jax.jit(
+            lambda logits: [jax.value_and_grad(loss)(logits, coef) for coef in coefs],
+            compiler_options={"xla_backend_optimization_level": 0},
+        )
+        slopes = [grad for _, grad in run(shifted)]
+        for coef, got in zip(coefs, slopes):
+            np.testing.assert_allclose(got / coef, slopes[0] / 0.1, rtol=1e-9)
+        if (
+            kind != "unbiased"
+        ):  # its ratio to the old policy has a gradient that this loss does not show
+            around = [(run(shifted + e), run(shifted - e)) for e in 1e-5 * np.eye(5)]
+            for i, got in enumerate(slopes):
+                want = [float(up[i][0] - down[i][0]) / 2e-5 for up, down in around]
+                np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9)
+        logits = np.asarray(shifted)
+        for _ in range(150):
+            logits = logits - np.asarray(run(logits)[2][1])
+        gaps = logits - np.asarray(reference)
+        assert np.abs(gaps - gaps.mean()).max() < 0.05

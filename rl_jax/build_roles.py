@@ -1,0 +1,182 @@
+"""The critic, the reference and the teacher of a job: made only where its algorithm needs them.
+
+A role that nothing needs costs nothing: no weights, no mesh of its own, no program. What a role starts from never
+changes under a run: the critic starts from the policy's trunk and is then a part of every checkpoint; a role given by
+its path is pinned in <run>/roles.json, so that a resume scores with the same bytes though that run went on; a reference
+without a path is the policy that RL starts from, kept in <run>/reference/checkpoints/step_0 and never written again.
+Life: 1 `make_roles` before any weights. 2 The policy gets its weights (job.py: of a checkpoint, or fresh and warm).
+3 `open_roles` keeps or finds what the others start from, and loads it.
+Must not: decide what an algorithm needs (options.py), or check a path that config.parse could check.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rl_jax.checkpoint import Checkpointer, CheckpointError
+from rl_jax.learner.critic import Critic
+from rl_jax.learner.learner import Learner
+from rl_jax.learner.roles import Roles
+from rl_jax.learner.rows import Rows
+from rl_jax.learner.scorer import FrozenPolicy, Scorer
+from rl_jax.mesh import Meshes, MeshPlan
+from rl_jax.models import MODELS
+from rl_jax.models.value import value_model
+from rl_jax.resume import step_of
+from rl_jax.role_source import NEEDED_ROLE, RoleSource, find_source
+from rl_jax.settings import Settings
+
+TRAINING = ("train", "train_only")  # modes in which a role computes anything
+REFERENCE, PINS = "reference", "roles.json"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the roles see of a job."""
+
+    settings: Settings
+    plan: MeshPlan
+    meshes: Meshes
+    run: Path  # the run directory
+    resolve: Callable[[str, Mapping[str, Any]], Any]
+    note: Callable[[str], None]
+
+
+def max_rows(settings: Settings) -> int:
+    """Most rows of a step's batch: one trajectory a row."""
+    return settings.rollout.batch_groups * settings.rollout.group_size
+
+
+def make_roles(job: Setting, policy: Learner, mode: str) -> Roles:
+    """The policy, and its critic where the algorithm needs one; without weights."""
+    if mode not in TRAINING or "values" not in policy.algorithm.needs:
+        return Roles(policy)
+    settings, c = job.settings, job.settings.critic
+    build = job.resolve(settings.model.family, MODELS)
+    critic = Critic(
+        value_model(build, settings.model, policy.model.vocab_size),
+        job.meshes.roles[c.pool],
+        job.plan.role(c.pool, settings.model).rules,
+        replace(
+            settings.learner,
+            learning_rate=c.learning_rate,
+            schedule=c.schedule,
+            warmup_steps=c.warmup_steps,
+            weight_decay=c.weight_decay,
+            grad_clip=c.grad_clip,
+        ),
+        value_clip=c.value_clip,
+        max_rows=max_rows(settings),
+        total_steps=settings.steps or c.warmup_steps + 1,
+        dump_dir=job.run / "quarantine",
+    )
+    return Roles(policy, critic, c.head_start)
+
+
+def open_roles(job: Setting, roles: Roles, mode: str, source: Path | None) -> None:
+    """Everything but the policy gets its weights. source: the checkpoint the run goes on from; None = a fresh start.
+
+    Raises: CheckpointError where what a role started from is gone or changed.
+    """
+    needed = {NEEDED_ROLE[need]: need for need in roles.policy.algorithm.needs}
+    keeps = REFERENCE in needed and not job.settings.reference.checkpoint and mode != "eval"
+    if keeps:
+        _keep_reference(job, roles.policy, source)
+    if mode not in TRAINING:
+        return
+    if roles.critic is not None and not roles.critic.has_weights:
+        roles.critic.start(roles.policy.params)
+        job.note("critic: starts from the policy's trunk, its values from 0")
+    for where in (REFERENCE, "teacher"):
+        if where not in needed:
+            continue
+        if where == REFERENCE and keeps:
+            kept = job.run / REFERENCE / "checkpoints" / "step_0"
+            found = RoleSource(kept, job.settings.model)
+        else:
+            found = _pinned(job, where, is_resumed=_is_own(job, source))
+        roles.frozen[needed[where]] = _frozen(job, roles.policy, where, found)
+
+
+def _frozen(job: Setting, policy: Learner, where: str, source: RoleSource) -> FrozenPolicy:
+    """The role's weights on its mesh, under the learner's own program where model and mesh are the learner's."""
+    settings, pool = job.settings, getattr(job.settings, where).pool
+    same_model = source.model == settings.model
+    scorer = policy.scorer
+    if pool or not same_model:
+        model = policy.model
+        if not same_model:
+            size = source.model.vocab_size or model.vocab_size
+            model = job.resolve(source.model.family, MODELS)(source.model, size)
+        rules = job.plan.role(pool, source.model).rules
+        rows = Rows(
+            model, job.meshes.roles[pool], rules, settings.learner, max_rows=max_rows(settings)
+        )
+        scorer = Scorer(rows, rows.log_probs(settings.rollout.temperature))
+    rows = scorer.rows
+    weights = {
+        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows.param_shardings[name])
+        for name, a in rows.model.abstract.items()
+    }
+    step = step_of(source.checkpoint)
+    reader = Checkpointer(source.checkpoint.parent.parent, settings.checkpoint)
+    tree, _ = reader.restore(step, {"params": weights}, subset=True)
+    on = f"pool {pool}" if pool else "the train mesh"
+    job.note(f"{where}: weights of {source.checkpoint}, on {on}")
+    return FrozenPolicy(scorer, tree["params"])
+
+
+def _keep_reference(job: Setting, policy: Learner, source: Path | None) -> None:
+    """Into <run>/reference: what RL starts from. A fork of, or a replay from, a run that has one takes that one."""
+    home = job.run / REFERENCE
+    if _is_own(job, source):
+        if not home.is_dir():
+            raise CheckpointError(
+                f"{home} is gone: it held the policy that this run's reference is; put it back, or start another run"
+                " with reference.checkpoint set"
+            )
+        return
+    if source is not None and (theirs := source.parent.parent / REFERENCE).is_dir():
+        shutil.copytree(theirs, home, dirs_exist_ok=True)
+        job.note(f"reference: that of {source.parent.parent}")
+        return
+    keeper = Checkpointer(home, job.settings.checkpoint)
+    keeper.save(0, {"params": policy.params}, {"from": str(source or "the start of this run")})
+    keeper.wait()
+
+
+def _pinned(job: Setting, where: str, is_resumed: bool) -> RoleSource:
+    """The checkpoint of a role given by its path: looked for once, then what roles.json says."""
+    pins_path = job.run / PINS
+    pins = json.loads(pins_path.read_text(encoding="utf-8")) if pins_path.exists() else {}
+    path, settings = getattr(job.settings, where).checkpoint, job.settings
+    pin = pins.get(where) if is_resumed else None
+    try:
+        source = find_source(where, pin["checkpoint"] if pin else path, settings.model)
+        checkpoint = source.checkpoint.absolute()
+        reader = Checkpointer(checkpoint.parent.parent, settings.checkpoint)
+        digest = reader.manifest(step_of(checkpoint))["sha256"]
+    except (ValueError, OSError, KeyError) as error:
+        raise CheckpointError(f"{where} of this run cannot be read: {error}") from error
+    if pin and digest != pin["sha256"]:
+        raise CheckpointError(
+            f"{where}: {checkpoint} is not the checkpoint that this run began with; put that one back, or start"
+            " another run"
+        )
+    if not pin:
+        pins[where] = {"checkpoint": str(checkpoint), "sha256": digest}
+        temporary = pins_path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(pins, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, pins_path)
+    return replace(source, checkpoint=checkpoint)
+
+
+def _is_own(job: Setting, source: Path | None) -> bool:
+    """Whether the run goes on from its own checkpoint."""
+    return source is not None and source.parent.parent.absolute() == job.run.absolute()

@@ -1,0 +1,162 @@
+"""Which checkpoint a frozen role scores with, of which model, and what is wrong with the roles of a config.
+
+A role (reference, teacher) is named by a path; its model is that of the run which wrote the checkpoint (config.json
+beside it), so a teacher may be larger than its student. Roles score the policy's tokens: the tokenizer must be the
+same.
+Must not: import jax, or open a checkpoint (build_roles.py).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_jax import schema
+from rl_jax.algorithms import ALGORITHMS, options
+from rl_jax.mesh import MeshPlan
+from rl_jax.resume import CONFIG, checkpoint_of
+from rl_jax.settings import CriticSettings, FrozenSettings, ModelSettings, Settings
+
+# What learner.score can give, and the section of the role that computes it ("" = the policy itself).
+NEEDED_ROLE = {
+    "old_logprobs": "",
+    "reference_logprobs": "reference",
+    "teacher_logprobs": "teacher",
+    "values": "critic",
+}
+
+
+@dataclass(frozen=True)
+class RoleSource:
+    checkpoint: Path  # .../checkpoints/step_N
+    model: ModelSettings  # it was trained with
+
+
+def find_source(where: str, path: str, policy: ModelSettings) -> RoleSource:
+    """The checkpoint that `where`.checkpoint=path means. policy: the model settings where none are beside it.
+
+    Raises: ValueError, one line, if there is none, or it is of another tokenizer.
+    """
+    key = f"{where}.checkpoint={path}"
+    checkpoint = checkpoint_of(Path(path))
+    if checkpoint is None:
+        raise ValueError(
+            f"{key} has no checkpoint; give a run directory that saved one, or its checkpoints/step_N"
+        )
+    model, config = policy, checkpoint.absolute().parent.parent / CONFIG
+    if config.exists():
+        errors: list[str] = []
+        try:
+            stored = json.loads(config.read_text(encoding="utf-8"))
+            model = schema.build(ModelSettings, stored["model"], "model", errors)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        if errors:
+            raise ValueError(
+                f"{key}: {config} cannot be read: {errors[0]}; give another checkpoint"
+            )
+    if model.tokenizer != policy.tokenizer:
+        raise ValueError(
+            f"{key} has model.tokenizer={model.tokenizer}, the policy {policy.tokenizer}: it could not read the"
+            " policy's tokens; give a checkpoint of the same tokenizer"
+        )
+    return RoleSource(checkpoint, model)
+
+
+def vocabulary_error(where: str, model: ModelSettings, policy: ModelSettings, size: int) -> str:
+    """Why a role's model cannot score every token of the policy's; "" if it can. size: of the tokenizer."""
+    theirs, ours = model.vocab_size or size, policy.vocab_size or size
+    if theirs >= ours:
+        return ""
+    return (
+        f"{where}.checkpoint has a vocabulary of {theirs}, the policy of {ours}: tokens above would have no log-prob;"
+        f" set model.vocab_size={theirs}, or give another checkpoint"
+    )
+
+
+def needed_roles(settings: Settings) -> frozenset[str]:
+    """Sections of the roles that the config's algorithm and options need beside the policy."""
+    needs = options.needs(settings.algorithm)
+    return frozenset(filter(None, (NEEDED_ROLE.get(need) for need in needs)))
+
+
+def role_errors(s: Settings) -> Iterator[str]:
+    """What is wrong with the roles, alone and with algorithm and mesh; one line each."""
+    needed, is_ours = needed_roles(s), s.algorithm.name in ALGORITHMS
+    pools = [pool.name for pool in s.mesh.pools if pool.kind == "role"]
+    used = set()
+    for where, role, default in (
+        ("critic", s.critic, CriticSettings()),
+        ("reference", s.reference, FrozenSettings()),
+        ("teacher", s.teacher, FrozenSettings()),
+    ):
+        if where not in needed and is_ours:  # a plugin tells its needs when it is loaded
+            for name, value in vars(role).items():
+                if value != getattr(default, name):
+                    yield (
+                        f"{where}.{name}={value} is not read: no option of algorithm {s.algorithm.name} needs a"
+                        f" {where}{_who_needs(where)}; leave it out"
+                    )
+            continue
+        used.add(role.pool)
+        if role.pool and role.pool not in pools:
+            yield (
+                f"{where}.pool={role.pool} is no pool of kind role of mesh {s.mesh.name}"
+                f" ({', '.join(pools) or 'it has none'}); name one, or leave it empty for the train mesh"
+            )
+        elif where in needed:
+            yield from _place_errors(s, where)
+    for pool in sorted(set(pools) - used):
+        yield (
+            f"mesh pool {pool} is of kind role and no role is on it; set critic.pool, reference.pool or"
+            f" teacher.pool to {pool}, or drop the pool"
+        )
+    if "critic" in needed:
+        yield from _critic(s)
+
+
+def _place_errors(s: Settings, where: str) -> Iterator[str]:
+    """A needed role whose pool exists: has it weights, and do they lie there?"""
+    role, model = getattr(s, where), s.model
+    if where == "teacher" and not role.checkpoint:
+        cause, _ = options.needed_by(s.algorithm, "teacher_logprobs")
+        yield f"{cause} needs a teacher; set teacher.checkpoint to a run directory or its checkpoints/step_N"
+        return
+    if where != "critic" and role.checkpoint:
+        try:
+            model = find_source(where, role.checkpoint, s.model).model
+        except ValueError as error:
+            yield str(error)
+            return
+    plan = MeshPlan.from_settings(s.mesh, s.model)
+    if plan.train is None or (not role.pool and model == s.model):
+        return  # the mesh check says it
+    for error in plan.check_role(role.pool, model, s.learner):
+        yield f"{where}: {error}"
+
+
+def _critic(s: Settings) -> Iterator[str]:
+    c = s.critic
+    if c.head_start >= s.steps > 0:
+        yield f"critic.head_start={c.head_start} leaves nothing of steps={s.steps} for the policy; lower it"
+    if c.warmup_steps > s.steps > 0:
+        yield f"critic.warmup_steps={c.warmup_steps} is beyond steps={s.steps}; the full rate is never reached"
+    elif c.schedule != "constant" and c.warmup_steps == s.steps > 0:
+        yield (
+            f"critic.warmup_steps={c.warmup_steps} leaves nothing of steps={s.steps} for critic.schedule={c.schedule};"
+            " lower it, or use constant"
+        )
+    left = s.steps - c.head_start
+    if c.head_start and s.learner.schedule != "constant" and s.learner.warmup_steps >= left > 0:
+        yield (
+            f"learner.warmup_steps={s.learner.warmup_steps} leaves nothing of the {left} steps after"
+            f" critic.head_start={c.head_start} for learner.schedule={s.learner.schedule}; lower it, or use constant"
+        )
+
+
+def _who_needs(where: str) -> str:
+    """ " (PPO does)" and the like."""
+    if where == "reference":
+        return " (algorithm.kl.coef above 0 does, and dpo)"
+    names = [n for n, e in ALGORITHMS.items() if where in {NEEDED_ROLE.get(x) for x in e.needs}]
+    return f" ({', '.join(names)} does)"
