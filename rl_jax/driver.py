@@ -15,10 +15,12 @@ Must not: know an environment, a text, a kernel or a mesh; catch what it cannot 
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+from rl_jax.guards import Guards, GuardTripped, alarm_metrics
 from rl_jax.learner.batch import Batch, pack, with_advantages
 from rl_jax.metrics import Metric
 from rl_jax.rollout.buffer import Interrupted
@@ -69,6 +71,7 @@ class Driver:
 
     def __init__(self, parts: Parts, settings: Settings, state: DriverState):
         self.parts, self.settings, self.state = parts, settings, state
+        self.guards = Guards(settings.guards, settings.model.dtype)
         self._stop: int | None = (
             None  # the signal that asked to stop, seen between steps and while waiting
         )
@@ -140,7 +143,8 @@ class Driver:
         clock.lap("time/sync_s")
         p.rollout.check()
         metrics = {**learned, **selected, **clock.metrics(), **_sync_metrics(synced)}
-        p.recorder.step(step, groups, metrics, p.rollout.counts())
+        with self._guarded(step, groups, batch, metrics) as metrics:
+            p.recorder.step(step, groups, metrics, p.rollout.counts())
 
     def make_batch(self, groups: Sequence[Group]) -> Batch:
         """Groups -> Batch with advantages and loss weights."""
@@ -231,7 +235,18 @@ class Driver:
         learned = p.learner.step(batch, version=step - 1)
         clock.lap("time/train_s")
         self.state.version = step
-        p.recorder.step(step, groups, {**learned, **clock.metrics()}, {})
+        with self._guarded(step, groups, batch, {**learned, **clock.metrics()}) as metrics:
+            p.recorder.step(step, groups, metrics, {})
+
+    @contextmanager
+    def _guarded(self, step: int, groups: Sequence[Group], batch: Batch, metrics: Mapping):
+        """The step's row with its alarms; they are told after it. Raises GuardTripped where that is asked for."""
+        alarms = self.guards.check(step, groups, batch, metrics)
+        yield {**metrics, **alarm_metrics(alarms)}
+        for alarm in alarms:
+            self.parts.recorder.alarm(step, alarm)
+        if fatal := [alarm.line for alarm in alarms if alarm.is_fatal]:
+            raise GuardTripped(f"step {step}: {'; '.join(fatal)}")
 
     def _or_stop(self, step: int, act: Callable[[int], None]) -> None:
         """SIGTERM ends a run of any mode between two steps or while it waits for a batch, after a save."""
@@ -241,8 +256,8 @@ class Driver:
                 return
         except Interrupted:
             pass  # the step has not begun: its groups are pending and will be issued again
-        except SelectionExhausted:
-            self.save()  # a task that is solved ends so: what solved it is kept
+        except (SelectionExhausted, GuardTripped):
+            self.save()  # no step is half done; a task that is solved may end so: what solved it is kept
             raise
         self._save_and_stop(f"before step {step}")
 

@@ -26,6 +26,7 @@ from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.cluster import InProcCluster, ServersNotReady
 from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.driver import Driver, DriverState, Parts, Preempted, SyncFailed, on_sigterm
+from rl_jax.guards import GuardTripped
 from rl_jax.learner.batch import BatchError
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.roles import Roles
@@ -80,6 +81,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (EvaluationFailed, 5),
     (NonFiniteError, 6),
     (SelectionExhausted, 6),
+    (GuardTripped, 6),
     (LedgerError, 7),
     (OSError, 7),
     (Preempted, 75),

@@ -110,6 +110,11 @@ METRICS = {
     "episodes/dropped_short": "of these, members of a group that could not be completed",
     "episodes/retried": "attempts after the first",
     "episodes/cut_observations": "observations longer than rollout.max_obs_bytes, cut and marked",
+    "alarm/zero_signal": "1 where no token was trained or every advantage was 0 (rl_jax/guards.py)",
+    "alarm/nonfinite": "1 where a figure or the update of the step was not finite",
+    "alarm/ess": "1 where is/ess was below guards.ess_below",
+    "alarm/k3": "1 where mismatch/k3 was above guards.k3_above",
+    "alarm/lag0": "1 where trainer and sampler disagreed under the same weights by more than guards.lag0_above",
     "goodput/run": "share of the step in which the learner computed",
     "goodput/sample": "trained tokens over sampled tokens, since the start of the run",
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_jax.guards import Alarm
 from rl_jax.metrics import Metric, MetricsWriter
 from rl_jax.progress import Progress
 from rl_jax.rollout.traces import write_traces
@@ -94,6 +95,12 @@ class Recorder:
 
     def warm_start(self, step: int, metrics: Mapping[str, Metric]) -> None:
         self._writer.write(step, {"sft/loss": metrics["policy/loss"]})
+
+    def alarm(self, step: int, alarm: Alarm) -> None:
+        """One line in the terminal and one in events.jsonl, unless it was told not long ago."""
+        if alarm.speaks:
+            self.progress.note(alarm.line, step=step, alarm=alarm.name)
+            self.event("alarm", step=step, name=alarm.name, text=alarm.text)
 
     def event(self, kind: str, **fields: Any) -> None:
         self._run_dir.event(kind, **fields)

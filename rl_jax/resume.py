@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "metrics.*",
     "checkpoint.*",
     "cluster.*",
+    "guards.*",
     "eval.every",
     "eval.timeout_s",
     "serve.*_deadline_s",

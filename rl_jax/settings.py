@@ -312,6 +312,21 @@ class MetricsSettings:
 
 
 @dataclass(frozen=True)
+class GuardSettings:
+    """Alarms of a step (guards.py). Each word: warn | raise (the run ends after the step, saved; exit code 6) | off."""
+
+    zero_signal: str = "warn"  # no trained token, or every advantage 0
+    nonfinite: str = "warn"  # a figure of the step, or its update, is not finite
+    ess: str = "warn"  # is/ess below ess_below
+    k3: str = "warn"  # mismatch/k3 above k3_above
+    lag0: str = "warn"  # mismatch/abs_mean_lag0_pure above lag0_above
+    ess_below: float = 0.5
+    k3_above: float = 0.05
+    lag0_above: float = 0.0  # 0 = by model.dtype: 1e-3 in float32, 0.05 in bfloat16
+    every: int = 20  # steps before the same alarm speaks again
+
+
+@dataclass(frozen=True)
 class ClusterSettings:
     backend: str = "inproc"  # inproc (local and ray: roles as processes, not in this version)
     address: str = ""
@@ -340,3 +355,4 @@ class Settings:
     eval: EvalSettings = EvalSettings()
     metrics: MetricsSettings = MetricsSettings()
     cluster: ClusterSettings = ClusterSettings()
+    guards: GuardSettings = GuardSettings()

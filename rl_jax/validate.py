@@ -113,6 +113,10 @@ INTERVALS = {
     "eval.timeout_s": "(0, inf)",
     "metrics.heartbeat_s": "(0, inf)",
     "metrics.rollouts_every": "[0, inf)",
+    "guards.ess_below": "[0, 1]",
+    "guards.k3_above": "(0, inf)",
+    "guards.lag0_above": "[0, inf)",
+    "guards.every": "[1, inf)",
 }
 
 SOURCE_INTERVALS = {"script_episodes": "[0, inf)", "script_skill": "[0, 1]"}  # of each task source
@@ -131,6 +135,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weights.kv": ("recompute", "keep"),
     "metrics.progress": PROGRESS_FORMS,
     "cluster.backend": ("inproc",),
+    **dict.fromkeys(
+        [f"guards.{name}" for name in ("zero_signal", "nonfinite", "ess", "k3", "lag0")],
+        ("warn", "raise", "off"),
+    ),
 }
 
 NAMES: dict[str, Mapping[str, Any]] = {

@@ -67,6 +67,7 @@ PART = {
     "resume": "run_dir",
     "driver": "driver",
     "recorder": "driver",
+    "guards": "driver",
     "warm_start": "driver",
     "job": "launch",
     "build_roles": "launch",

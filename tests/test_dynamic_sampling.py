@@ -9,6 +9,7 @@ import pytest
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.config import parse
 from rl_jax.driver import Driver, DriverState
+from rl_jax.guards import GuardTripped
 from rl_jax.job import exit_code
 from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.rollout.traces import read_groups
@@ -20,6 +21,7 @@ from tests.test_driver import CONFIG, Reference, rows, run_job
 def picky(tmp_path_factory):
     """(a straight run with dynamic sampling, the same run stopped after a step and resumed)."""
     words = ["--config.algorithm.filter.equal_rewards=true", "--config.steps=2"]
+    words += ["--config.guards.lag0_above=1e-12"]  # below any rounding: it trips
     root = tmp_path_factory.mktemp("picky")
     run_job(root / "resumed", *words, "--config.steps=1")
     return run_job(root / "straight", *words), run_job(root / "resumed", *words)
@@ -61,7 +63,17 @@ def test_dynamic_sampling_trains_whole_batches_of_groups_that_differ(picky):
     assert row["filter/batches"] >= 1 and 0 < row["filter/kept"] <= 1
 
 
-def test_task_that_yields_no_batch_any_more_ends_the_run_with_its_weights_saved():
+def test_an_alarm_is_in_every_row_and_once_in_the_events(picky):
+    assert [row["alarm/lag0"] for row in rows(picky[0])] == [1, 1]
+    events = map(json.loads, (picky[0] / "events.jsonl").read_text().splitlines())
+    (alarm,) = [event for event in events if event["kind"] == "alarm"]
+    assert alarm["name"] == "lag0" and alarm["step"] == 1 and "same weights" in alarm["text"]
+    log = (picky[0] / "logs/latest/driver.log").read_text()
+    assert log.count("ALARM lag0: mismatch/abs_mean_lag0_pure=") == 1
+
+
+@pytest.mark.parametrize("error", [SelectionExhausted, GuardTripped])
+def test_run_that_its_task_or_a_guard_ends_has_its_weights_saved(error):
     saved = []
     parts = SimpleNamespace(
         learner=SimpleNamespace(state=None), rollout=None, ledger=None,
@@ -70,8 +82,8 @@ def test_task_that_yields_no_batch_any_more_ends_the_run_with_its_weights_saved(
     )  # fmt: skip
 
     def take(step):
-        raise SelectionExhausted("solved")
+        raise error("solved")
 
-    with pytest.raises(SelectionExhausted, match="solved"):
+    with pytest.raises(error, match="solved"):
         Driver(parts, Settings(), DriverState(version=7))._or_stop(8, take)
-    assert saved == [7] and exit_code(SelectionExhausted("x")) == 6
+    assert saved == [7] and exit_code(error("x")) == 6
