@@ -149,6 +149,10 @@ class CorrectionSettings:
     veto: float = 0.0  # a token's ratio below it removes its sequence; 0 = off
     # mean log-ratio by which a sequence with a negative advantage may have drifted; 0 = off
     opsm_delta: float = 0.0
+    max_token_age: int = 0  # tokens more versions older than the step have no loss; 0 = off
+    # mean squared log-ratio that is left when M2PO has dropped the tokens farthest off; 0 = off
+    m2po: float = 0.0
+    batch_normalize: bool = False  # importance weights over their mean in the batch
 
 
 @dataclass(frozen=True)

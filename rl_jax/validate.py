@@ -290,6 +290,11 @@ def _engine(s: Settings) -> Iterator[str]:
 
 def _algorithm(s: Settings) -> Iterator[str]:
     yield from options.rules(s.algorithm, s.rollout.group_size)
+    if (age := s.algorithm.correction.max_token_age) >= s.rollout.max_staleness and age:
+        yield (
+            f"algorithm.correction.max_token_age={age} leaves no token out: rollout.max_staleness="
+            f"{s.rollout.max_staleness} already bounds the age; use less, or 0"
+        )
     for need in sorted(options.needs(s.algorithm) - NEEDED_ROLE.keys()):
         cause, remedy = options.needed_by(s.algorithm, need)
         yield f"{cause} needs {need}, which no role computes; {remedy}"

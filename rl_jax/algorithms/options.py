@@ -15,6 +15,8 @@ from rl_jax.settings import AlgorithmSettings, CorrectionSettings, KlSettings
 
 OWN_KEYS = tuple(dict.fromkeys(key for entry in ALGORITHMS.values() for key in entry.defaults))
 
+PULLS = ("kimi", "opd")  # whose loss does not vanish with the advantage
+
 # Key under "algorithm." -> the interval its number must lie in, where it is one.
 INTERVALS = {
     "clip_low": "(0, 1)",
@@ -41,6 +43,8 @@ INTERVALS = {
     "correction.reject_high": "(0, inf)",
     "correction.veto": "[0, 1]",
     "correction.opsm_delta": "[0, inf)",
+    "correction.max_token_age": "[0, inf)",
+    "correction.m2po": "[0, inf)",
     "kl.coef": "[0, inf)",
     "kl.target": "[0, inf)",
     "kl.horizon": "[1, inf)",
@@ -179,6 +183,14 @@ def _correction(s: AlgorithmSettings) -> Iterator[str]:
             f"algorithm.correction.level={c.level} weighs the step's policy against the one that sampled, and"
             f" {s.name} already takes its ratio against that one; {fix}"
         )
+    for name in ("m2po", "batch_normalize"):
+        if value := getattr(c, name):
+            yield from _whole_batch(s, f"algorithm.correction.{name}={value}")
+    if c.batch_normalize and c.level == "none":
+        yield (
+            "algorithm.correction.batch_normalize=True has no weights to normalise at correction.level=none; set a"
+            " level, or leave it out"
+        )
     if c.low is not None and c.high is not None and c.low >= c.high:
         yield f"algorithm.correction.low={c.low} must be below high={c.high}"
     levels = {"ratio": ("token", "segment", "seq_sum", "seq_mean")}
@@ -200,6 +212,17 @@ def _correction(s: AlgorithmSettings) -> Iterator[str]:
         yield f"algorithm.correction.reject_low={c.reject_low} is read by stat ratio only; set it to 0"
     elif c.reject_low >= c.reject_high:
         yield f"algorithm.correction.reject_low={c.reject_low} must be below reject_high={c.reject_high}"
+
+
+def _whole_batch(s: AlgorithmSettings, what: str) -> Iterator[str]:
+    """What batch_correction.py cannot do."""
+    if s.old_policy != "recompute":
+        yield (
+            f"{what} compares the whole batch with the policy at step start, before the step; it needs"
+            f" algorithm.old_policy=recompute, not {s.old_policy}"
+        )
+    if s.name in PULLS:
+        yield f"{what}: the loss of {s.name} pulls on tokens without an advantage too; set it to 0 or false"
 
 
 def _kl(s: AlgorithmSettings) -> Iterator[str]:

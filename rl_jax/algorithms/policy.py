@@ -3,9 +3,10 @@
 A named algorithm is a PolicyAlgorithm with `estimate` (host, once a step: rewards -> advantages) and `loss` (inside
 jit: a loss a token). Round these two stand, in this order, the options of AlgorithmSettings:
 1 `filter` drops groups, and members, by their task rewards, before any shaping (filters.py). 2 `overlong` and KL in the
-reward shape the rewards. 3 `estimate`. 4 `old_policy` decides what a ratio is taken against. 5 `loss`. 6 `correction`:
-rejection, veto and OPSM on the raw mask, then importance weights; both multiply the loss, detached, and leave the
-denominators alone. 7 KL in the loss and the entropy bonus, on every trained token.
+reward shape the rewards. 3 `estimate`, and what of `correction` reads a whole batch (batch_correction.py). 4 `old_policy`
+decides what a ratio is taken against. 5 `loss`. 6 `correction`: rejection, veto, age and OPSM on the raw mask, then
+importance weights; both multiply the loss, detached, and leave the denominators alone. 7 KL in the loss and the entropy
+bonus, on every trained token.
 
 Which old policy: `behaviour` is the policy that sampled: with one update a step a ratio to the policy at step start is
 exactly 1 and a clip idle, so the clip bounds what staleness does, and no importance weight is needed. `one_update` is
@@ -25,6 +26,7 @@ from jaxtyping import Array, Bool, Float
 from rl_jax.algorithms import correction, options
 from rl_jax.algorithms.advantages import Scored, group_rewards, trains_scored
 from rl_jax.algorithms.algorithm import LossInputs, Sums
+from rl_jax.algorithms.batch_correction import correct_batch
 from rl_jax.algorithms.filters import select_groups
 from rl_jax.algorithms.kl import kl_token_rewards, next_kl_coef, token_kl, unbiased_kl
 from rl_jax.algorithms.shaping import overlong_penalty
@@ -63,7 +65,7 @@ class PolicyAlgorithm:
 
     def advantages(self, groups: Sequence[Group], extras, state) -> tuple[list[np.ndarray], Any]:
         scored, state = self._scored(groups, extras, state)
-        return self.estimate(scored), state
+        return correct_batch(scored, self.estimate(scored), self.settings.correction), state
 
     def token_loss(self, x: LossInputs) -> tuple[Float[Array, "B K"], Sums]:
         s = self.settings
@@ -163,7 +165,8 @@ def with_old_policy(x: LossInputs, old_policy: str | None) -> LossInputs:
 
 
 def corrects(c: CorrectionSettings) -> bool:
-    return c.level != "none" or c.reject_stat != "none" or bool(c.veto or c.opsm_delta)
+    tests = c.veto or c.opsm_delta or c.max_token_age
+    return c.level != "none" or c.reject_stat != "none" or bool(tests)
 
 
 def corrected(
@@ -180,6 +183,8 @@ def corrected(
         )
     if c.veto:
         keep &= correction.passes_veto(gap, threshold=c.veto)
+    if c.max_token_age and x.lag is not None:
+        keep &= x.lag <= c.max_token_age
     if c.opsm_delta:
         keep &= correction.passes_opsm(gap, x.advantages, delta=c.opsm_delta)[0]
     if c.level != "none":

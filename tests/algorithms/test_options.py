@@ -72,6 +72,19 @@ def test_needs_follow_the_options():
         ({"correction": CorrectionSettings(low=3.0)}, "must be below high=2"),
         ({"correction": CorrectionSettings(reject_stat="k3", reject_level="segment")}, "no k3"),
         ({"correction": CorrectionSettings(reject_stat="k3", reject_low=1.0)}, "stat ratio only"),
+        ({"correction": CorrectionSettings(m2po=0.04)}, "needs algorithm.old_policy=recompute"),
+        (
+            {
+                "name": "kimi",
+                "old_policy": "recompute",
+                "correction": CorrectionSettings(m2po=0.04),
+            },
+            "kimi pulls on tokens without",
+        ),
+        (
+            {"old_policy": "recompute", "correction": CorrectionSettings(batch_normalize=True)},
+            "no weights to normalise",
+        ),
         ({"overlong": OverlongSettings(buffer=8, max_tokens=8)}, "overlong.buffer=8 must be"),
         ({"filter": FilterSettings(mean_above=0.9, mean_below=0.1)}, "must be below mean_below"),
         ({"name": "reinforce_pp", "filter": FilterSettings(True)}, "drops every group of one"),
@@ -264,3 +277,43 @@ def test_kl_in_the_loss_has_its_gradient_at_any_coefficient_and_pulls_a_shifted_
             logits = logits - np.asarray(run(logits)[2][1])
         gaps = logits - np.asarray(reference)
         assert np.abs(gaps - gaps.mean()).max() < 0.05
+
+
+@pytest.mark.parametrize("name", policy_algorithms())
+def test_tokens_beyond_their_age_have_no_loss_and_leave_the_others_alone(name):
+    x = some_inputs()
+    x = replace(x, lag=np.where(x.mask, np.arange(6) % 4, 0).astype(np.int32))
+    young = CorrectionSettings(max_token_age=2)
+    loss = [
+        np.asarray(make(name, entropy_coef=0.0, **o).token_loss(x)[0])
+        for o in ({}, {"correction": young})
+    ]
+    assert not loss[1][x.lag > 2].any()
+    np.testing.assert_array_equal(loss[1][x.lag <= 2], loss[0][x.lag <= 2])
+
+
+def test_corrections_of_the_whole_batch_act_through_the_advantages():
+    """Against the formulas on flat arrays: M2PO drops the farthest tokens, the weights' mean becomes 1."""
+    groups = some_groups()
+    members = [t for group in groups for t in group.trajectories]
+    trained = [t.loss_mask & (t.reward.value is not None) for t in members]
+    d = [0.9 * t.logprobs - t.logprobs for t in members]  # of extras_of
+    flat = np.concatenate([v[m] for v, m in zip(d, trained)])
+    plain = estimates(make("grpo", old_policy="recompute"), groups)
+
+    threshold = float(np.mean(flat**2) + np.min(flat**2)) / 2
+    kept = estimates(
+        make("grpo", old_policy="recompute", correction=CorrectionSettings(m2po=threshold)), groups
+    )
+    order = np.sort(flat**2)
+    num_kept = int((np.cumsum(order) / np.arange(1, len(flat) + 1) < threshold).sum())
+    assert 0 < num_kept < len(flat)
+    for got, want, gap, mask in zip(kept, plain, d, trained, strict=True):
+        stays = mask & (gap**2 <= order[num_kept - 1])
+        np.testing.assert_allclose(got, np.where(stays, want, 0.0), atol=1e-6)
+
+    tis = CorrectionSettings(level="token", batch_normalize=True)
+    scaled = estimates(make("grpo", old_policy="recompute", correction=tis), groups)
+    mean = np.exp(flat).clip(0, 2).mean()
+    for got, want in zip(scaled, plain, strict=True):
+        np.testing.assert_allclose(got, want / mean, rtol=1e-5)
