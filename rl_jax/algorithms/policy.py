@@ -3,8 +3,8 @@
 A named algorithm is a PolicyAlgorithm with `estimate` (host, once a step: rewards -> advantages) and `loss` (inside
 jit: a loss a token). Round these two stand, in this order, the options of AlgorithmSettings:
 1 `filter` drops groups, and members, by their task rewards, before any shaping (filters.py). 2 `overlong` and KL in the
-reward shape the rewards. 3 `estimate`, and what of `correction` reads a whole batch (batch_correction.py). 4 `old_policy`
-decides what a ratio is taken against. 5 `loss`. 6 `correction`: rejection, veto, age and OPSM on the raw mask, then
+reward shape the rewards. 3 `estimate`, and what of `correction` reads a whole batch (batch_correction.py). 4 What a
+ratio is taken against, by `old_policy`. 5 `loss`. 6 `correction`: rejection, veto, age and OPSM on the raw mask, then
 importance weights; both multiply the loss, detached, and leave the denominators alone. 7 KL in the loss and the entropy
 bonus, on every trained token.
 
