@@ -119,6 +119,11 @@ class Scored:
         ]
 
 
+def num_sampled(member: Trajectory) -> int:
+    """Tokens that the policy (or a script) made, whether or not they train."""
+    return max(int((member.versions >= 0).sum()), member.num_trained)
+
+
 def num_turns(member: Trajectory) -> int:
     return int(member.turn_ids.max(initial=-1)) + 1
 

@@ -5,7 +5,7 @@ A_i = r_i - sum(n r) / sum(n). Source: arXiv:2505.23585. Differs: PPO clip as GR
 
 import numpy as np
 
-from rl_jax.algorithms.advantages import Scored
+from rl_jax.algorithms.advantages import Scored, num_sampled
 from rl_jax.algorithms.group_advantages import length_weighted
 from rl_jax.algorithms.policy import PolicyAlgorithm
 
@@ -13,5 +13,5 @@ from rl_jax.algorithms.policy import PolicyAlgorithm
 class Opo(PolicyAlgorithm):
     def estimate(self, scored: Scored) -> list[np.ndarray]:
         rewards, groups, valid = scored.totals
-        lengths = np.array([member.num_trained for member in scored.members])
+        lengths = np.array([num_sampled(member) for member in scored.members])
         return scored.spread(length_weighted(rewards, groups, lengths, valid))

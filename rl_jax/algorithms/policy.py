@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from rl_jax.algorithms import correction, options
-from rl_jax.algorithms.advantages import Scored, group_rewards, trains_scored
+from rl_jax.algorithms.advantages import Scored, group_rewards, num_sampled, trains_scored
 from rl_jax.algorithms.algorithm import LossInputs, Sums
 from rl_jax.algorithms.batch_correction import correct_batch
 from rl_jax.algorithms.filters import select_groups
@@ -109,7 +109,7 @@ class PolicyAlgorithm:
         rewards, ids, valid = group_rewards(groups)
         if s.overlong.buffer:
             # Sampled, not trained, tokens: a member that rejection sampling left out is as long as it is.
-            lengths = np.array([(member.versions >= 0).sum() for member in members])
+            lengths = np.array([num_sampled(member) for member in members])
             rewards = rewards + np.where(valid, overlong_penalty(
                 lengths, max_length=s.overlong.max_tokens, buffer=s.overlong.buffer, factor=s.overlong.factor
             ), 0.0)  # fmt: skip
