@@ -142,12 +142,11 @@ def nonfinite(metrics: Mapping[str, Metric | float]) -> str | None:
     """Which figures of the step are not finite; None if all are."""
     values = ((name, _value(metrics, name)) for name in metrics)
     bad = sorted(name for name, value in values if value is not None and not math.isfinite(value))
-    if not bad and not _value(metrics, "optim/skipped"):
+    skipped = [name for name in metrics if name.endswith("/skipped") and _value(metrics, name)]
+    if not bad and not skipped:
         return None
     what = f"{', '.join(bad)} not finite" if bad else "a gradient is not finite"
-    done = (
-        "the update was skipped" if _value(metrics, "optim/skipped") else "the update was applied"
-    )
+    done = f"the update was skipped ({', '.join(skipped)})" if skipped else "the update was applied"
     return f"{what}, {done}: lower learner.learning_rate, and look at mismatch/* and the batch in quarantine/"
 
 

@@ -84,6 +84,7 @@ def test_one_group_that_differs_is_a_signal():
         ("lag0", {"mismatch/abs_mean_lag0_pure": Metric(2e-3, 1)}, "under the same weights"),
         ("nonfinite", {"policy/entropy": Metric(np.nan, 1)}, "policy/entropy not finite, the update was applied"),
         ("nonfinite", {"optim/skipped": Metric(1, 1), "policy/loss": Metric(np.inf, 1)}, "was skipped"),
+        ("nonfinite", {"critic/skipped": Metric(1, 1)}, "was skipped (critic/skipped)"),
     ],
 )  # fmt: skip
 def test_each_guard_trips_beyond_its_bound_with_advice(name, metrics, advice):
