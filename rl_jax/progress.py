@@ -70,6 +70,9 @@ def format_step(step: int, total: int, row: Row, eta_s: float | None) -> str:
         number("train", "perf/train_tokens_per_s"),
         number("stale", "staleness/mean", "staleness/max"),
         f"wait {wait:.0%}" if wait is not None else None,
+        number("kept", "filter/kept", form=lambda v: f"{v:.0%}")
+        if values.get("filter/kept", 1.0) < 1
+        else None,
         number("entropy", "policy/entropy"),
         number("grad", "optim/grad_norm"),
         number("mismatch", "mismatch/abs_mean", form=lambda v: f"{v:.1e}"),

@@ -109,9 +109,8 @@ class SampleBuffer:
 
     def put(self, group: Group) -> bool:
         """Add a complete group. False if it was dropped: too old already, not selected, or beyond the limit."""
-        oldest = (
-            group.oldest_version
-        )  # of all members: a rejected one's rewards are as old as the others'
+        # Of all members: what a rejected one earned is in the statistics of the others.
+        oldest = group.oldest_version
         chosen, reasons = selected(group, self.select)
         reason = None
         with self._change:
