@@ -149,7 +149,7 @@ class Driver:
     def make_batch(self, groups: Sequence[Group]) -> Batch:
         """Groups -> Batch with advantages and loss weights."""
         p, cfg = self.parts, self.settings
-        batch = pack(groups, cfg.learner)
+        batch = pack(groups, cfg.learner, p.learner.balance)
         extras = p.learner.score(batch, p.algorithm.needs)
         batch, self.state.algorithm = with_advantages(
             batch, groups, extras, p.algorithm, self.state.algorithm, cfg.algorithm

@@ -41,7 +41,7 @@ def warm_start(
         if len(order) < size:  # the rest of a pass sits out: no episode is twice in a batch
             order = rng.sample(list(groups), len(groups))
         batch_groups, order = order[:size], order[size:]
-        batch = pack(batch_groups, learner.settings)
+        batch = pack(batch_groups, learner.settings, learner.rows.balance)
         batch, _ = with_advantages(batch, batch_groups, {}, learner.algorithm, None, sft)
         metrics = learner.step(batch, version=0)
         loss = metrics["policy/loss"].mean

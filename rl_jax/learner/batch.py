@@ -8,10 +8,10 @@ whole batch, so the loss is `sum(loss_weights * token_loss)` however rows are cu
 Values travel by trajectory index, never by order of arrival: permuting groups or members changes no
 pairing.
 
-Life: 1 `pack` lays the trajectories that may train into rows (first fit, longest first; same input,
-same rows). 2 The learner scores the rows if the algorithm needs it. 3 `with_advantages` drops what
-the algorithm does not train and adds advantages and weights. 4 The learner cuts rows into
-microbatches (microbatches.py).
+Life: 1 `pack` lays the trajectories that may train into rows (packing.py; same input, same rows).
+2 The learner scores the rows if the algorithm needs it. 3 `with_advantages` drops what the algorithm
+does not train and adds advantages and weights. 4 The learner cuts rows into microbatches
+(microbatches.py).
 
 Must not: import jax, read text or an environment, or average.
 """
@@ -26,6 +26,7 @@ from rl_jax.algorithms.advantages import is_closed
 from rl_jax.algorithms.aggregate import sequence_weights
 from rl_jax.algorithms.algorithm import Algorithm
 from rl_jax.algorithms.options import resolved
+from rl_jax.learner.packing import Balance, balanced_rows, first_fit
 from rl_jax.settings import AlgorithmSettings, LearnerSettings
 from rl_jax.types import Group, Trajectory
 
@@ -87,8 +88,12 @@ class Batch:
         return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def pack(groups: Sequence[Group], settings: LearnerSettings) -> Batch:
+def pack(
+    groups: Sequence[Group], settings: LearnerSettings, balance: Balance | None = None
+) -> Batch:
     """Rows of settings.row_tokens positions from the trajectories that closed and have something to train.
+
+    balance: the mesh's shards, which then get equal work (packing.py); None = the fewest rows.
 
     Failed and cancelled trajectories and those without a trained token take no row. Advantages and loss_weights are 0
     until with_advantages.
@@ -101,9 +106,14 @@ def pack(groups: Sequence[Group], settings: LearnerSettings) -> Batch:
     seen: set[str] = set()
     for i in packed:
         _check(members[i], settings.row_tokens, seen)
-    rows = _first_fit_decreasing(packed, [len(m.tokens) for m in members], settings.row_tokens)
-    # Rows with much to train first: a microbatch then holds rows alike, and its shorter ones cost no empty head chunks.
-    rows.sort(key=lambda row: (-sum(members[i].num_trained for i in row), row[0]))
+    lengths = [len(m.tokens) for m in members]
+    if balance is not None and balance.shards > 1:
+        per_microbatch = settings.microbatch_rows
+        rows = balanced_rows(packed, lengths, settings.row_tokens, per_microbatch, balance)
+    else:
+        rows = first_fit(packed, lengths, settings.row_tokens)
+        # Much to train first: a microbatch then holds rows alike, and its shorter ones cost no empty head chunks.
+        rows.sort(key=lambda row: (-sum(members[i].num_trained for i in row), row[0]))
     batch = _layout(members, rows, settings.row_tokens)
     return replace(
         batch,
@@ -168,20 +178,6 @@ def with_advantages(
         ),
         state,
     )
-
-
-def _first_fit_decreasing(members: list[int], lengths: list[int], size: int) -> list[list[int]]:
-    """Members by falling length, each into the first row with room; ties keep the order given."""
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for member in sorted(members, key=lambda i: -lengths[i]):
-        row = next((r for r, free in enumerate(room) if lengths[member] <= free), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(size)
-        rows[row].append(member)
-        room[row] -= lengths[member]
-    return rows
 
 
 def _layout(members: Sequence[Trajectory], rows: list[list[int]], size: int) -> Batch:

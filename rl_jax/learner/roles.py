@@ -16,6 +16,7 @@ import numpy as np
 from rl_jax.learner.batch import Batch
 from rl_jax.learner.critic import Critic
 from rl_jax.learner.learner import Learner, batch_metrics
+from rl_jax.learner.packing import Balance
 from rl_jax.learner.scorer import FrozenPolicy
 from rl_jax.learner.step import TrainState
 from rl_jax.metrics import Metric
@@ -34,6 +35,11 @@ class Roles:
     def params(self) -> Params:
         """The policy's master weights: what is published."""
         return self.policy.params
+
+    @property
+    def balance(self) -> Balance:
+        """What pack evens the batch out over: the shards of the policy's mesh."""
+        return self.policy.rows.balance
 
     @property
     def state(self) -> TrainState:

@@ -19,6 +19,7 @@ from kernels.linear_logprob import Hopper, Split
 from rl_jax.learner.attention import choose_attention
 from rl_jax.learner.batch import Batch
 from rl_jax.learner.microbatches import Arrays, microbatches
+from rl_jax.learner.packing import Balance, pair_cost
 from rl_jax.learner.step import Forward, ValueForward
 from rl_jax.mesh import RulesLike, constrainer, mesh_axes, named_sharding, shardings
 from rl_jax.models.model import Model
@@ -60,6 +61,7 @@ class Rows:
         self.attention, self._attention = choose_attention(
             settings.attention, model.settings, rules, mesh
         )
+        self.balance = Balance(self.num_shards, pair_cost(model))  # for pack
         self._constrain, self._rules = constrainer(rules, mesh), rules
 
     def log_probs(self, temperature: float) -> Forward:
