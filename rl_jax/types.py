@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+MAX_SUPPORT = 64  # most token ids that are kept of one token's sampled support
+
 
 class FinishReason(Enum):
     """Why one Turn ended. HTTP: STOP, EOS -> "stop"; LENGTH, CONTEXT -> "length"."""
@@ -161,6 +163,8 @@ class Turn:
     pool: str
     times_s: Mapping[str, float]  # queue, prefill, transfer, decode
     routing: np.ndarray | None = None  # i16[P + N, layers, k], -1 unknown (MoE)
+    # i32[N, k] the ids that top-k and top-p left of the vocabulary, -1 padding; None = not cut, or not kept
+    support: np.ndarray | None = None
 
     @property
     def versions(self) -> np.ndarray:
@@ -263,6 +267,7 @@ class BlockTokens:
     slot_epoch: Any  # i32[S]
     nan: Any  # bool[S]
     routes: Any = None
+    support: Any = None  # i32[S, k, K] ids each token was sampled from, -1 padding; None = not kept
 
 
 class Engine(Protocol):
@@ -332,6 +337,7 @@ class Trajectory:
     start_version: int
     agent: str = "policy"
     parent: str | None = None
+    support: np.ndarray | None = None  # i32[T, k] as Turn.support; -1 where not sampled
 
     @property
     def num_trained(self) -> int:

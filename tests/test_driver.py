@@ -204,21 +204,6 @@ def test_the_ledger_accounts_for_every_episode(one_device):
     assert not summary["episodes"]["RUNNING"]
 
 
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(one_device, tmp_path):
-    run_job(tmp_path, "--config.steps=1")
-    run_job(tmp_path, f"--config.steps={STEPS}")
-    reference = Reference(parse([CONFIG]).settings).learner
-    states = [
-        Checkpointer(d, parse([CONFIG]).settings.checkpoint).restore(
-            STEPS, reference.abstract_state()
-        )[0]
-        for d in (one_device, tmp_path)
-    ]
-    for name in states[0].params:
-        np.testing.assert_array_equal(states[0].params[name], states[1].params[name], err_msg=name)
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
-
-
 def test_asynchronous_training_holds_its_staleness_bound(tmp_path):
     directory = run_job(
         tmp_path, "--mesh=split_8:train1", "--config.rollout.max_staleness=1", "--config.steps=4"

@@ -58,6 +58,8 @@ class Batch:
     extras: Mapping[str, np.ndarray] = field(
         default_factory=dict
     )  # f32[B, T] each, e.g. old_logprobs
+    # i32[B, T, K] ids that each token was sampled from, -1 padding; None = from the whole vocabulary
+    support: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -72,18 +74,19 @@ class Batch:
     ) -> np.ndarray:
         """[B, T] from one array (or scalar) per member of the groups; members that are not packed are passed over."""
         out = np.full(self.tokens.shape, padding, dtype)
-        for member, row, start, length in self._spans():
+        for member, row, start, length in self.spans():
             out[row, start : start + length] = values[member]
         return out
 
     def gather(self, array: np.ndarray, num_members: int) -> list[np.ndarray]:
         """The inverse of place: one array per member of the groups, empty for those that are not packed."""
         out = [np.zeros(0, array.dtype) for _ in range(num_members)]
-        for member, row, start, length in self._spans():
+        for member, row, start, length in self.spans():
             out[member] = array[row, start : start + length]
         return out
 
-    def _spans(self):
+    def spans(self):
+        """(member, row, start, length) of each packed trajectory."""
         columns = (self.trajectory_ids, self.rows, self.starts, self.seq_len)
         return zip(*(column.tolist() for column in columns), strict=True)
 
@@ -126,6 +129,7 @@ def pack(
         ),
         versions=batch.place([m.versions for m in members], np.int32, -1),
         context_mixed=batch.place([m.context_mixed for m in members], bool, False),
+        support=_support(batch, members, packed),
     )
 
 
@@ -214,6 +218,26 @@ def _layout(members: Sequence[Trajectory], rows: list[list[int]], size: int) -> 
         starts=starts,
         **empty,
     )
+
+
+def _support(
+    batch: Batch, members: Sequence[Trajectory], packed: Sequence[int]
+) -> np.ndarray | None:
+    """i32[B, T, K] of the packed members. Raises BatchError where only some of them have one."""
+    kept = {i: ids for i in packed if (ids := members[i].support) is not None}
+    if not kept:
+        return None
+    if without := [members[i].uid for i in packed if i not in kept]:
+        raise BatchError(
+            f"trajectory {without[0]} does not say which tokens it was sampled from, others of the batch do; train on"
+            " episodes that were sampled with one rollout.top_k"
+        )
+    width = max(ids.shape[1] for ids in kept.values())
+    out = np.full((*batch.tokens.shape, width), -1, np.int32)
+    for member, row, start, length in batch.spans():
+        ids = kept[member]
+        out[row, start : start + length, : ids.shape[1]] = ids
+    return out
 
 
 def _check(trajectory: Trajectory, row_tokens: int, seen: set[str]) -> None:

@@ -30,7 +30,7 @@ def microbatches(
              microbatch_rows: R.  chunk: trained tokens of a row whose logits are live at once.
     Returns: i32[M, R, T] tokens, positions, segment_ids; [M, R, K] target_index (column of the k-th trained token),
              target_tokens, target_mask, target_segments, target_turns, behaviour_logprobs, advantages, loss_weights,
-             lag (version minus the token's), context_mixed and each extra;
+             lag (version minus the token's), context_mixed and each extra; i32[M, R, K, *] support if there is one;
              i32[M] num_chunks that hold a trained token, and i32[] num_microbatches that hold a row.
     Raises:  BatchError if the batch has more rows than the capacity, or a token is newer than its consumer.
     """
@@ -59,8 +59,10 @@ def microbatches(
         return out.reshape(capacity, microbatch_rows, *array.shape[1:])
 
     def targets(array: np.ndarray) -> np.ndarray:
-        gathered = np.where(taken, np.take_along_axis(array, order, axis=1), 0)
-        out = np.zeros((batch.num_rows, slots), array.dtype)
+        trailing = (1,) * (array.ndim - 2)
+        gathered = np.take_along_axis(array, order.reshape(*order.shape, *trailing), axis=1)
+        gathered = np.where(taken.reshape(*taken.shape, *trailing), gathered, 0)
+        out = np.zeros((batch.num_rows, slots, *array.shape[2:]), array.dtype)
         out[:, : batch.row_tokens] = gathered
         return rows(out)
 
@@ -81,6 +83,7 @@ def microbatches(
         "lag": targets(version - batch.versions),
         "context_mixed": targets(batch.context_mixed),
         **{name: targets(array) for name, array in batch.extras.items()},
+        **({} if batch.support is None else {"support": targets(batch.support)}),
         "num_chunks": np.ceil(most / chunk).astype(np.int32),
         "num_microbatches": np.asarray(ceil(batch.num_rows / microbatch_rows), np.int32),
     }

@@ -96,7 +96,7 @@ class Rows:
             chunk=self.chunk,
         )
         target = {
-            n: self.sharding if np.ndim(a) == 3 else self.replicated for n, a in arrays.items()
+            n: self.sharding if np.ndim(a) >= 3 else self.replicated for n, a in arrays.items()
         }
         return jax.device_put(arrays, target)
 

@@ -59,7 +59,7 @@ class Forward:
         return self.model.cast(params, self.model.settings.dtype)
 
     def __call__(self, params: Params, micro: DeviceBatch) -> tuple[jax.Array, jax.Array]:
-        """(log-probs, entropy), f32[R, K], 0 on empty slots."""
+        """(log-probs, entropy), f32[R, K], 0 on empty slots; over the sampled support where the batch has one."""
         logprobs, entropy = target_logprobs(
             hidden_states(self, params, micro),
             self.model.head(params),
@@ -70,6 +70,7 @@ class Forward:
             temperature=self.temperature,
             split=self.split,
             hopper=self.hopper,
+            support=micro.get("support"),
         )
         valid = micro["target_mask"]
         return jnp.where(valid, logprobs, 0.0), jnp.where(valid, entropy, 0.0)

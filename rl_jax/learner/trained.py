@@ -162,7 +162,7 @@ class TrainedModel:
             self._dump_dir.mkdir(parents=True, exist_ok=True)
             kind = "nonfinite" if self.what == "policy" else f"nonfinite_{self.what}"
             path = self._dump_dir / f"{kind}_step_{version + 1}.npz"
-            arrays = {name: value for name, value in vars(batch).items() if name != "extras"}
+            arrays = {n: v for n, v in vars(batch).items() if n != "extras" and v is not None}
             np.savez_compressed(path, version=version, **arrays, **batch.extras)
             where = str(path)
         message = (

@@ -68,6 +68,7 @@ def assemble(episode: ClosedEpisode, reward: Reward) -> Trajectory:
         versions[sampled] = np.concatenate([turn.versions for turn in turns])
         mixed[sampled] = np.concatenate([turn.context_mixed for turn in turns])
     rewards = [step.reward for step in episode.steps] + [None] * (len(turns) - len(episode.steps))
+    support = _support(turns, sampled)
     arrays = {
         "tokens": tokens,
         "loss_mask": sampled if trained else np.zeros(len(tokens), bool),
@@ -77,6 +78,8 @@ def assemble(episode: ClosedEpisode, reward: Reward) -> Trajectory:
         "turn_ids": turn_ids,
         "turn_rewards": np.array([np.nan if r is None else r for r in rewards], np.float32),
     }
+    if support is not None:
+        arrays["support"] = support
     for array in arrays.values():
         array.setflags(write=False)
     ref = episode.ref
@@ -120,6 +123,14 @@ def check_turn(turn: Turn, vocab_size: int, max_new_tokens: int) -> str | None:
                 return f"{name} that are not finite"
             if array.max() > LOGPROB_SLACK:
                 return f"{name} above 0: {array.max()}"
+    if turn.support is not None:
+        ids = turn.support
+        if ids.ndim != 2 or len(ids) != num:
+            return f"support of shape {ids.shape} for {num} tokens"
+        if num and not (ids.min() >= -1 and ids.max() < vocab_size):
+            return f"support with a token outside 0..{vocab_size - 1}"
+        if not (ids == turn.tokens[:, None]).any(axis=1).all():
+            return "support without the token that was sampled from it"
     return _check_spans(turn.spans, num)
 
 
@@ -145,7 +156,26 @@ def merge_turns(parts: Sequence[Turn], prompt_tokens: np.ndarray, finish: Finish
             for name in {n for part in parts for n in part.times_s}
         },
         routing=_merge_routing(parts, len(prompt_tokens)),
+        support=_joined_support(parts),
     )
+
+
+def _joined_support(turns: Sequence[Turn]) -> np.ndarray | None:
+    """i32[N, K] over the turns' sampled tokens; None where a turn that sampled has none."""
+    parts = [turn.support for turn in turns if len(turn.tokens)]
+    if not parts or any(part is None for part in parts):
+        return None
+    return np.concatenate([part for part in parts if part is not None])
+
+
+def _support(turns: Sequence[Turn], sampled: np.ndarray) -> np.ndarray | None:
+    """i32[T, K] of a trajectory."""
+    ids = _joined_support(turns)
+    if ids is None:
+        return None
+    out = np.full((len(sampled), ids.shape[1]), -1, np.int32)
+    out[sampled] = ids
+    return out
 
 
 def _behaviour_logprobs(turn: Turn) -> np.ndarray:

@@ -5,7 +5,8 @@ Invariants: read(write(x)) equals x field for field (arrays, dtypes, NaN, turns)
 trained; text is added for people and never read back; JSON has no NaN (a missing turn reward is null); both files
 appear by rename, the index last: a directory without an index is not complete.
 A line holds the fields of Trajectory, arrays as lists, versions as [[start, end, version], ...] over the trajectory
-(only sampled tokens have one), and per turn what cannot be derived from those arrays, and its text.
+(only sampled tokens have one), support as the ids of each sampled token, and per turn what cannot be derived from those
+arrays, and its text.
 index.npz: offset i64 (byte of the line), reward f32 (NaN = unscored), length i32, tag i16 (index into `tags`), outcome
 i8 (index into `outcomes`), group i32 (index of the group in order of first appearance).
 Must not: import jax, or use pickle.
@@ -50,7 +51,10 @@ class TraceError(ValueError):
 
 
 def trajectory_sha256(trajectory: Trajectory) -> str:
-    """Over the little-endian bytes of tokens, loss_mask u8, logprobs, versions, reward f64 (NaN = unscored)."""
+    """Over the little-endian bytes of tokens, loss_mask u8, logprobs, versions, reward f64 (NaN = unscored).
+
+    And of support, where there is one.
+    """
     value = trajectory.reward.value
     digest = hashlib.sha256()
     digest.update(np.ascontiguousarray(trajectory.tokens, "<i4"))
@@ -58,6 +62,8 @@ def trajectory_sha256(trajectory: Trajectory) -> str:
     digest.update(np.ascontiguousarray(trajectory.logprobs, "<f4"))
     digest.update(np.ascontiguousarray(trajectory.versions, "<i4"))
     digest.update(np.array(math.nan if value is None else value, "<f8"))
+    if trajectory.support is not None:
+        digest.update(np.ascontiguousarray(trajectory.support, "<i4"))
     return digest.hexdigest()
 
 
@@ -142,6 +148,10 @@ def encode_trajectory(trajectory: Trajectory, render: Callable[[np.ndarray], str
     record["outcome"] = t.outcome.value
     record["reward"] = {**vars(t.reward), "parts": dict(t.reward.parts)}
     record["failure"] = vars(t.failure) if t.failure else None
+    record["support"] = None
+    if t.support is not None:
+        kept = [row[row >= 0].tolist() for row in t.support[t.versions >= 0]]
+        record["support"] = {"size": t.support.shape[1], "ids": kept}
     record["turns"] = [_encode_turn(turn, render) for turn in t.turns]
     line = json.dumps(record, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return line.encode("ascii") + b"\n"
@@ -155,6 +165,8 @@ def decode_trajectory(line: bytes | str) -> Trajectory:
     for start, end, version in record["versions"]:
         versions[start:end] = version
     arrays["versions"] = versions
+    if record.get("support"):  # older traces have none
+        arrays["support"] = _decode_support(record["support"], versions)
     rewards = [math.nan if r is None else r for r in record["turn_rewards"]]
     arrays["turn_rewards"] = np.array(rewards, np.float32)
     for array in arrays.values():
@@ -218,10 +230,21 @@ def _decode_turns(
                 pool=record["pool"],
                 times_s=record["times_s"],
                 routing=np.array(record["routing"], np.int16) if "routing" in record else None,
+                support=arrays["support"][start:end]
+                if "support" in arrays and end > start
+                else None,
             )
         )
         at = end
     return tuple(turns)
+
+
+def _decode_support(record: Mapping[str, Any], versions: np.ndarray) -> np.ndarray:
+    """i32[T, K], -1 where not sampled and behind the ids of a token."""
+    out = np.full((len(versions), record["size"]), -1, np.int32)
+    for position, ids in zip(np.flatnonzero(versions >= 0), record["ids"], strict=True):
+        out[position, : len(ids)] = ids
+    return out
 
 
 def _runs(versions: np.ndarray) -> list[tuple[int, int, int]]:

@@ -294,8 +294,9 @@ class DecodeServer:
         for slot in np.flatnonzero((made > 0) | (ended != RUNNING)).tolist():
             n, epoch = int(made[slot]), epochs[slot]
             logprobs, sampled = block.logprobs[slot, :n], block.sampled_logprobs[slot, :n]
-            tokens = Tokens(slot, epoch, self.version, block.tokens[slot, :n], logprobs, sampled)
-            self._events.write(tokens)
+            support = None if block.support is None else block.support[slot, :n]
+            made_here = (block.tokens[slot, :n], logprobs, sampled, support)
+            self._events.write(Tokens(slot, epoch, self.version, *made_here))
             turn = self._table.running_turn(slot, epoch)
             if ended[slot] == RUNNING or turn is None:
                 continue
@@ -392,6 +393,5 @@ class DecodeServer:
 
 def fetched(block: BlockTokens) -> BlockTokens:
     """The block's arrays on the host; waits for the device."""
-    b = block
-    on_device = (b.tokens, b.logprobs, b.sampled_logprobs, b.valid, b.finish, b.slot_epoch, b.nan)
-    return BlockTokens(*(np.asarray(array) for array in on_device))
+    host = {name: None if a is None else np.asarray(a) for name, a in vars(block).items()}
+    return BlockTokens(**host)

@@ -39,6 +39,7 @@ class Tokens:
     tokens: np.ndarray  # i32[n], 0 <= n <= steps_per_block
     logprobs: np.ndarray  # f32[n]
     sampled_logprobs: np.ndarray  # f32[n]
+    support: np.ndarray | None = None  # i32[n, K]
 
 
 @dataclass(frozen=True, slots=True)

@@ -324,7 +324,7 @@ class RequestTable:
         if turn is None:
             self.counters["stale_tokens"] += len(event.tokens)
             return
-        turn.add(event.tokens, event.logprobs, event.sampled_logprobs, event.version)
+        turn.add(event)
         self.counters["decode_tokens"] += len(event.tokens)
 
     def _finished(self, event: Finished) -> None:

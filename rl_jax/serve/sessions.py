@@ -14,6 +14,7 @@ from enum import Enum
 import numpy as np
 
 from rl_jax.serve.commands import OnDone
+from rl_jax.serve.events import Tokens
 from rl_jax.types import FinishReason, Prefix, Turn, TurnRequest, VersionSpan
 
 
@@ -85,6 +86,7 @@ class ActiveTurn:
     num_sampled: int = 0
     logprobs: list[np.ndarray] = field(default_factory=list)
     sampled_logprobs: list[np.ndarray] = field(default_factory=list)
+    support: list[np.ndarray] = field(default_factory=list)
     versions: list[tuple[int, int, bool]] = field(default_factory=list)  # (tokens, version, mixed)
 
     @property
@@ -96,9 +98,10 @@ class ActiveTurn:
         """Tokens whose KV must be there before the turn can be armed: all but the context's last."""
         return self.session.num_tokens - 1 - self.session.kv_tokens
 
-    def add(self, tokens: np.ndarray, logprobs: np.ndarray, sampled: np.ndarray, version: int):
+    def add(self, made: Tokens) -> None:
         """Account for a block's tokens; their inputs' KV is in the slot now."""
-        n, session = len(tokens), self.session
+        tokens, version, session = made.tokens, made.version, self.session
+        n = len(tokens)
         if n == 0:
             return
         self.versions.append((n, version, session.is_mixed(version)))
@@ -106,8 +109,10 @@ class ActiveTurn:
         session.tokens[session.num_tokens : session.num_tokens + n] = tokens
         session.num_tokens += n
         self.num_sampled += n
-        self.logprobs.append(logprobs)
-        self.sampled_logprobs.append(sampled)
+        self.logprobs.append(made.logprobs)
+        self.sampled_logprobs.append(made.sampled_logprobs)
+        if made.support is not None and 0 < self.request.top_k <= made.support.shape[1]:
+            self.support.append(made.support)
 
     def turn(self, finish: FinishReason, server: str, pool: str, now_s: float) -> Turn:
         """The finished Turn."""
@@ -136,6 +141,7 @@ class ActiveTurn:
                 "transfer": 0.0,
                 "decode": now_s - armed_s,
             },
+            support=np.concatenate(self.support) if is_filtered and self.support else None,
         )
 
 

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from rl_jax.learner.logprobs import target_logprobs, token_logprobs
+from rl_jax.learner.logprobs import support_logprobs, target_logprobs, token_logprobs
+from rl_jax.mesh import make_mesh
 
 B, T, D, V = 2, 24, 8, 50
 
@@ -138,3 +140,34 @@ def test_extreme_logits_are_safe(scale):
     want = z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
     np.testing.assert_allclose(logprobs, want[np.arange(2), targets], rtol=1e-6, atol=1e-6)
     assert np.isfinite(grad).all() and np.isfinite(entropy).all()
+
+
+@pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 2}])
+def test_sampled_support_is_the_distribution_over_its_ids(case, axes):
+    """Values and gradients of the masked formula, chunks beyond the last used one aside, on a mesh as without."""
+    hidden, head, tokens, _, _ = case
+    rng = np.random.default_rng(1)
+    support = np.argsort(rng.random((B, T, V)), axis=-1)[..., :5].astype(np.int32)
+    support[..., 0] = tokens  # somewhere among them, once
+    support[..., 1:][support[..., 1:] == tokens[..., None]] = -1
+    support[:, ::3, 3:] = -1
+    keep = (support[..., None] == np.arange(V)).any(axis=-2)
+
+    def chunked(hidden, head):
+        logprobs, entropy = support_logprobs(
+            hidden, head, tokens, support, jnp.int32(2), chunk=8, temperature=0.7
+        )
+        return logprobs.sum() + 0.3 * entropy.sum(), (logprobs, entropy)
+
+    def plain(hidden, head):
+        logprobs, entropy = token_logprobs(hidden @ head, tokens, 0.7, keep)
+        logprobs, entropy = (jnp.where(np.arange(T) < 16, x, 0.0) for x in (logprobs, entropy))
+        return logprobs.sum() + 0.3 * entropy.sum(), (logprobs, entropy)
+
+    want = jax.jit(jax.value_and_grad(plain, argnums=(0, 1), has_aux=True))(hidden, head)
+    if axes:
+        mesh = make_mesh(axes, jax.devices()[:4])
+        hidden = jax.device_put(hidden, NamedSharding(mesh, PartitionSpec("data")))
+        head = jax.device_put(head, NamedSharding(mesh, PartitionSpec(None, "tensor")))
+    got = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1), has_aux=True))(hidden, head)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)

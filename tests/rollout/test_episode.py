@@ -180,6 +180,11 @@ def test_aborted_and_resumed_turn_equals_the_uninterrupted_one(kind, seed):
     assert [turn.finish for turn in cut.turns] == [FinishReason.LENGTH] * 2
     for turn in cut.turns:
         assert check_turn(turn, TOKENIZER.vocab_size, 40) is None
+        ids = np.stack([turn.tokens, np.full(len(turn.tokens), -1, np.int32)], axis=1)
+        kept = replace(turn, support=ids)
+        assert check_turn(kept, TOKENIZER.vocab_size, 40) is None
+        for bad, line in ((ids[:-1], "shape"), (ids + 10**6, "outside"), (ids * 0 - 1, "without")):
+            assert line in check_turn(replace(turn, support=bad), TOKENIZER.vocab_size, 40)
     for request in sampler.requests:
         assert request.token_index + request.max_new_tokens == 40
 

@@ -63,6 +63,26 @@ def test_written_traces_are_read_back_exactly(groups, tmp_path):
             assert any(len(turn.spans) > 1 for turn in a.turns)
 
 
+def with_support(trajectory, size=4):
+    """The trajectory as if each token had been sampled from one to `size` ids."""
+    support = np.full((len(trajectory.tokens), size), -1, np.int32)
+    for at in np.flatnonzero(trajectory.versions >= 0):
+        support[at, : 1 + at % size] = (trajectory.tokens[at] + np.arange(1 + at % size)) % 256
+    sampled = support[trajectory.versions >= 0]
+    turns = []
+    for turn in trajectory.turns:
+        turns.append(replace(turn, support=sampled[: len(turn.tokens)]))
+        sampled = sampled[len(turn.tokens) :]
+    return replace(trajectory, turns=tuple(turns), support=support)
+
+
+def test_sampled_support_is_read_back_exactly_and_is_part_of_the_digest(groups):
+    plain = groups[0].trajectories[0]
+    cut = with_support(plain)
+    assert_same(decode_trajectory(encode_trajectory(cut, TOKENIZER.decode)), cut)
+    assert trajectory_sha256(cut) != trajectory_sha256(plain)
+
+
 def test_rare_fields_survive(groups):
     base = groups[0].trajectories[0]
     turn = base.turns[0]
