@@ -72,8 +72,9 @@ def make_roles(job: Setting, policy: Learner, mode: str) -> Roles:
             grad_clip=c.grad_clip,
         ),
         value_clip=c.value_clip,
+        updates=c.updates,
         max_rows=max_rows(settings),
-        total_steps=settings.steps or c.warmup_steps + 1,
+        total_steps=settings.steps * c.updates or c.warmup_steps + 1,
         dump_dir=job.run / "quarantine",
     )
     return Roles(policy, critic, c.head_start)
@@ -143,7 +144,10 @@ def _keep_reference(job: Setting, policy: Learner, source: Path | None) -> None:
             )
         return
     if source is not None and (theirs := source.parent.parent / REFERENCE).is_dir():
-        shutil.copytree(theirs, home, dirs_exist_ok=True)
+        shutil.rmtree(
+            home, ignore_errors=True
+        )  # of an attempt that ended before its first checkpoint
+        shutil.copytree(theirs, home)
         job.note(f"reference: that of {source.parent.parent}")
         return
     keeper = Checkpointer(home, job.settings.checkpoint)

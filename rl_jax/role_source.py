@@ -139,12 +139,21 @@ def _critic(s: Settings) -> Iterator[str]:
     c = s.critic
     if c.head_start >= s.steps > 0:
         yield f"critic.head_start={c.head_start} leaves nothing of steps={s.steps} for the policy; lower it"
-    if c.warmup_steps > s.steps > 0:
-        yield f"critic.warmup_steps={c.warmup_steps} is beyond steps={s.steps}; the full rate is never reached"
-    elif c.schedule != "constant" and c.warmup_steps == s.steps > 0:
+    if c.updates == 1 and c.value_clip not in (0.0, CriticSettings().value_clip):
         yield (
-            f"critic.warmup_steps={c.warmup_steps} leaves nothing of steps={s.steps} for critic.schedule={c.schedule};"
-            " lower it, or use constant"
+            f"critic.value_clip={c.value_clip} has no effect while critic.updates is 1: no value has moved yet; raise"
+            " critic.updates, or leave it out"
+        )
+    total = s.steps * c.updates
+    if c.warmup_steps > total > 0:
+        yield (
+            f"critic.warmup_steps={c.warmup_steps} is beyond the critic's {total} updates (steps={s.steps}); the full"
+            " rate is never reached"
+        )
+    elif c.schedule != "constant" and c.warmup_steps == total > 0:
+        yield (
+            f"critic.warmup_steps={c.warmup_steps} leaves nothing of the critic's {total} updates for"
+            f" critic.schedule={c.schedule}; lower it, or use constant"
         )
     left = s.steps - c.head_start
     if c.head_start and s.learner.schedule != "constant" and s.learner.warmup_steps >= left > 0:

@@ -266,7 +266,9 @@ class CriticSettings:
     warmup_steps: int = 0  # of the learning rate
     weight_decay: float = 0.0
     grad_clip: float = 1.0
-    value_clip: float = 0.2  # how far a value may move from that at step start; 0 = free
+    updates: int = 2  # on each batch, towards the same returns
+    # how far they may move a value from that at step start; 0 = free. With one update nothing has moved yet
+    value_clip: float = 0.2
     head_start: int = 0  # first steps that train the critic alone; the policy stands still
     pool: str = ""  # the mesh pool of kind role that holds it; "" = the train mesh
 

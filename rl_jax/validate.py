@@ -97,6 +97,7 @@ INTERVALS = {
     "critic.warmup_steps": "[0, inf)",
     "critic.weight_decay": "[0, inf)",
     "critic.grad_clip": "(0, inf)",
+    "critic.updates": "[1, inf)",
     "critic.value_clip": "[0, inf)",
     "critic.head_start": "[0, inf)",
     "weights.bucket_bytes": "[1, inf)",

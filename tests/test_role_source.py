@@ -71,7 +71,8 @@ def test_a_role_that_cannot_score_the_policys_tokens_is_refused(teacher):
         (replace(KL, reference=FrozenSettings(pool="judge")), "judge is no pool of kind role of mesh one_device"),
         (replace(KL, mesh=POOLS), "mesh pool judge is of kind role and no role is on it"),
         (replace(PPO, critic=CriticSettings(head_start=100)), "critic.head_start=100 leaves nothing of steps=100"),
-        (replace(PPO, critic=CriticSettings(warmup_steps=101)), "critic.warmup_steps=101 is beyond steps=100"),
+        (replace(PPO, critic=CriticSettings(warmup_steps=201)), "critic.warmup_steps=201 is beyond the critic's 200"),
+        (replace(PPO, critic=CriticSettings(updates=1, value_clip=0.5)), "has no effect while critic.updates is 1"),
         (replace(KL, critic=CriticSettings(head_start=3)), "critic.head_start=3 is not read: no option of algorithm"),
         (
             replace(

@@ -3,8 +3,9 @@
 Its value at a token is of the state before it, so advantages compare what was expected there with what came. Life of a
 step: 1 `score` gives the values that GAE reads. 2 The algorithm's targets stand in batch.extras["returns"], the values
 of step 1 in ["values"]. 3 `step` minimises the clipped squared error (algorithms/value.py) under the policy's own
-loss_weights, so both count tokens alike. explained_variance = 1 - Var(return - value) / Var(return) over the step's
-tokens, with the values GAE saw: 1 is a perfect critic, 0 one that says the mean, below 0 worse than that.
+loss_weights, so both count tokens alike, `updates` times: the clip bounds what they add up to.
+explained_variance = 1 - Var(return - value) / Var(return) over the step's tokens, with the values GAE saw: 1 is a
+perfect critic, 0 one that says the mean, below 0 worse than that.
 Must not: see rewards, or know gamma and lambda.
 """
 
@@ -56,11 +57,15 @@ class Critic(TrainedModel):
         settings: LearnerSettings,
         *,
         value_clip: float,
+        updates: int = 1,
         max_rows: int,
         total_steps: int,
         dump_dir: Path | str | None = None,
     ):
-        """As Learner; settings: the learner's, with the critic's own rates. value_clip: 0 = none."""
+        """As Learner.
+
+        Args: settings: the learner's, with the critic's own rates.  value_clip: 0 = none.  updates: on each batch.
+        """
         rows = Rows(model, mesh, rules, settings, max_rows=max_rows)
         forward = rows.values()
         super().__init__(
@@ -70,6 +75,7 @@ class Critic(TrainedModel):
             total_steps=total_steps,
             dump_dir=dump_dir,
         )
+        self.updates = updates
         self._scorer = Scorer(rows, forward)
 
     def start(self, policy: Mapping[str, jax.Array]) -> None:
@@ -81,8 +87,19 @@ class Critic(TrainedModel):
         return self._scorer(self.params, batch)
 
     def step(self, batch: Batch, version: int = 0) -> dict[str, Metric]:
-        """One optimizer step towards batch.extras["returns"]. Raises: as Learner.step."""
-        return self.update(batch, version)[0]
+        """`updates` optimizer steps towards batch.extras["returns"]. Raises: as Learner.step.
+
+        Figures are of the first, whose values are those that GAE saw; clip_frac of the last, skipped of all.
+        """
+        runs = [self.update(batch, version)[0] for _ in range(self.updates)]
+        skipped = Metric(sum(run["critic/skipped"].sum for run in runs), len(runs))
+        last = {n: m for n, m in runs[-1].items() if n == "critic/clip_frac"}
+        return {**runs[0], **last, "critic/skipped": skipped}
+
+    @property
+    def num_batches(self) -> int:
+        """Batches trained on so far."""
+        return int(self.state.step) // self.updates
 
 
 def value_objective(forward: ValueForward, clip: float | None) -> Loss:

@@ -74,7 +74,7 @@ class Roles:
         """One step of every role that learns; metrics of all. Raises: as Learner.step."""
         if self.critic is None:
             return self.policy.step(batch, version)
-        waits = self.head_start and int(self.critic.state.step) < self.head_start
+        waits = self.head_start and self.critic.num_batches < self.head_start
         metrics = self.critic.step(batch, version)
         if waits:
             self.policy.hold()

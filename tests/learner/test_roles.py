@@ -129,6 +129,18 @@ def test_critic_learns_the_returns_and_says_how_well(roles):
         assert not values[~member.loss_mask].any()
 
 
+def test_more_updates_on_a_batch_go_further_until_the_clip_holds_them(roles, monkeypatch):
+    batch = batch_for(roles, groups_of())
+    roles.critic.step(batch)
+    once = np.abs(roles.critic.score(batch)).max()
+    roles.critic.start(roles.params)
+    monkeypatch.setattr(roles.critic, "updates", 8)
+    metrics = roles.critic.step(batch)
+    assert np.abs(roles.critic.score(batch)).max() > 2 * once
+    assert metrics["critic/clip_frac"].mean > 0 and metrics["critic/value"].mean == 0.0
+    assert metrics["critic/skipped"].count == 8 and roles.critic.num_batches == 1
+
+
 def test_head_start_moves_the_critic_alone_and_counts_the_batch(roles, model_and_params):
     roles = replace(roles, head_start=1)
     batch = batch_for(roles, groups_of())
