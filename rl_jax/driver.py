@@ -134,9 +134,10 @@ class Driver:
         groups = p.buffer.take(step, should_stop=self._is_stopping)
         selected = p.buffer.selection_metrics()
         clock.lap("time/wait_for_batch_s")
-        batch = self.make_batch(groups)
-        clock.lap("time/batch_s")
-        learned = p.learner.step(batch, version=step - 1)
+        with p.recorder.doing(f"the update of step {step}"):
+            batch = self.make_batch(groups)
+            clock.lap("time/batch_s")
+            learned = p.learner.step(batch, version=step - 1)
         p.rollout.consumed(step, groups)
         clock.lap("time/train_s")
         synced = self.publish(step)
@@ -163,7 +164,8 @@ class Driver:
         tries = 0
         while tries <= cfg.weights.retries:
             tries += 1
-            result = p.sync.publish(p.learner.params, version)
+            with p.recorder.doing(f"the sync of version {version}"):
+                result = p.sync.publish(p.learner.params, version)
             if result.state in ("PUBLISHED", "PARTIAL"):
                 self.state.version = version
                 p.rollout.published(version)
@@ -211,8 +213,9 @@ class Driver:
         }
         if p.rollout is not None:
             extra.update(p.rollout.position(), ledger_seq=p.ledger.seq)
-        p.checkpointer.save(self.state.version, p.learner.state, extra)
-        p.checkpointer.wait()
+        with p.recorder.doing(f"the save of version {self.state.version}"):
+            p.checkpointer.save(self.state.version, p.learner.state, extra)
+            p.checkpointer.wait()
         p.recorder.event("saved", step=self.state.version)
 
     def _collect_step(self, step: int) -> None:
@@ -230,9 +233,10 @@ class Driver:
         groups, dropped = p.algorithm.select(groups)
         if dropped:
             p.recorder.event("filtered", step=step, dropped=[list(drop) for drop in dropped])
-        batch = self.make_batch(groups)
-        clock.lap("time/batch_s")
-        learned = p.learner.step(batch, version=step - 1)
+        with p.recorder.doing(f"the update of step {step}"):
+            batch = self.make_batch(groups)
+            clock.lap("time/batch_s")
+            learned = p.learner.step(batch, version=step - 1)
         clock.lap("time/train_s")
         self.state.version = step
         with self._guarded(step, groups, batch, {**learned, **clock.metrics()}) as metrics:

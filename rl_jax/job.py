@@ -10,6 +10,7 @@ Must not: decide the order of a step (driver.py), or check a value that config.p
 import asyncio
 import contextlib
 import gc
+import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
 from rl_jax.resume import RunDirError
 from rl_jax.rollout.buffer import SampleBuffer, TakeTimeout
-from rl_jax.rollout.evaluation import EvaluationFailed
+from rl_jax.rollout.evaluation import EvaluationFailed, EvaluationUnplayable
 from rl_jax.rollout.player import EnvBudgetExhausted, FleetExhausted
 from rl_jax.rollout.rollout import Rollout, RolloutStopped
 from rl_jax.rollout.scheduler import SCHEDULERS
@@ -78,6 +79,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (FleetExhausted, 5),
     (TakeTimeout, 5),
     (RolloutStopped, 5),
+    (EvaluationUnplayable, 4),
     (EvaluationFailed, 5),
     (NonFiniteError, 6),
     (SelectionExhausted, 6),
@@ -187,6 +189,7 @@ def _run_mode(job: Job, mode: str) -> None:
     else:
         cluster = InProcCluster(job.plan, job.meshes, model, settings)
         job.stack.callback(cluster.close)
+        _import_before_threads()
         cluster.start()  # they compile from now on, beside all that follows
         parts = _live_parts(job, cluster, roles, algorithm, checkpointer, recorder, extra)
         driver = Driver(parts, settings, state)
@@ -205,6 +208,13 @@ def _run_mode(job: Job, mode: str) -> None:
     summary = recorder.summary(driver.state.evaluations, episodes)
     for line in report.closing_lines(job.run_dir, mode, summary):
         job.progress.note(line)
+
+
+def _import_before_threads() -> None:
+    """What replaces builtins.__import__ while it is imported (etils' lazy imports) must be done before servers compile:
+    a thread that imports meanwhile, as JAX does while it traces, gets a lazy module in place of a class."""
+    for name in ("grain", "orbax.checkpoint"):
+        importlib.import_module(name)
 
 
 # --- the parts ---

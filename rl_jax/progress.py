@@ -136,13 +136,21 @@ class Progress:
         """
         self.note(f"{name} ..." + (f" ({why})" if why else ""))
         start = self._clock()
+        with self.doing(name, status):
+            yield
+        seconds = self._clock() - start
+        self.note(f"{name}: {duration(seconds)}", seconds=round(seconds, 3))
+
+    @contextmanager
+    def doing(
+        self, name: str, status: Callable[[], str] | None = None
+    ) -> Generator[None, None, None]:
+        """A phase without lines of its own: only the heartbeat names it, if it takes that long."""
         self._phases.append((name, status))
         try:
             yield
         finally:
             self._phases.pop()
-        seconds = self._clock() - start
-        self.note(f"{name}: {duration(seconds)}", seconds=round(seconds, 3))
 
     def start_heartbeat(self, status: Callable[[], str]) -> None:
         """From now on, `heartbeat_s` without a line prints one that says what `status()` is waiting for."""

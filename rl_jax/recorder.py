@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ class Recorder:
         self._last_serving = dict(serving())
         self.progress.start_heartbeat(status)
 
+    def doing(self, name: str) -> AbstractContextManager[None]:
+        """What the loop does now, for the heartbeat; outside of it the loop waits."""
+        return self.progress.doing(name)
+
     def step(
         self, step: int, groups: Sequence[Group], metrics: Mapping[str, Metric], counts
     ) -> None:
@@ -73,7 +78,9 @@ class Recorder:
         self._run_dir.status("running", step=step)
 
     def evaluation(self, version: int, name: str, result: Any) -> None:
-        """One row and one line of an evaluation at a pinned version."""
+        """One row and one line of an evaluation at a pinned version; its tokens count in no rate of a step."""
+        own = sum(len(turn.tokens) for t in result.trajectories for turn in t.turns)
+        self._useful[1] += max(self._served().get("decode_tokens", 0.0) - own, 0.0)
         row = {
             f"eval/success.{name}": Metric(
                 result.success * result.num_episodes, result.num_episodes
@@ -127,10 +134,15 @@ class Recorder:
         waited, self._last_policy_wait_s = total - self._last_policy_wait_s, total
         return {"time/wait_for_policy_s": waited}
 
-    def _serve_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric | float]:
+    def _served(self) -> dict[str, float]:
+        """What the servers' counters grew by since this was asked before."""
         now = dict(self._serving())
         delta = {name: now[name] - self._last_serving.get(name, 0.0) for name in now}
         self._last_serving = now
+        return delta
+
+    def _serve_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric | float]:
+        delta = self._served()
         row: dict[str, Metric | float] = {
             f"serve/{name}": delta[name]
             for name in ("prefill_tokens", "append_tokens", "recompute_tokens", "decode_tokens")

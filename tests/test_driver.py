@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -241,7 +242,9 @@ def test_sync_that_fails_says_what_failed_on_which_server(state, tries):
     parts = SimpleNamespace(
         sync=SimpleNamespace(publish=publish),
         learner=SimpleNamespace(params={}),
-        recorder=SimpleNamespace(event=lambda kind, **fields: events.append(fields)),
+        recorder=SimpleNamespace(
+            event=lambda kind, **fields: events.append(fields), doing=lambda what: nullcontext()
+        ),
     )
     settings = Settings(weights=WeightSettings(retries=2))
     with pytest.raises(SyncFailed) as failed:

@@ -69,6 +69,11 @@ def test_environment_must_offer_what_the_mode_needs():
 def test_evaluation_that_scores_nothing(tmp_path, capsys):
     code, lines = told(capsys, tmp_path, "--mode=eval", "--config.eval.timeout_s=0.001")
     assert code == 5 and len(lines) == 1 and "none of 2 episodes got a score" in lines[0]
+    # An environment that fails in each of a few episodes: no server is to blame, and its own words are told.
+    broken = ["--config.tasks.sources[0].env=rl_jax.testing.envs:MisbehavingEnv", "--mode=eval"]
+    code, lines = told(capsys, tmp_path / "broken", *broken)
+    assert code == 4 and len(lines) == 1, lines
+    assert "none of 2 episodes" in lines[0] and "the last failure, env_error: " in lines[0]
 
 
 @pytest.mark.parametrize(

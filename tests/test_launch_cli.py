@@ -24,6 +24,21 @@ def launched(*words, cwd=ROOT, timeout=120, env=None):
     )  # fmt: skip
 
 
+def test_imports_that_patch_the_importer_are_done_before_a_server_compiles(tmp_path):
+    """A thread that imports while they load gets lazy modules: a server died of it while it compiled."""
+    script = (
+        "import sys; from rl_jax import launch; from rl_jax.cluster import InProcCluster\n"
+        "def start(self): print('seen', sorted({'grain', 'orbax.checkpoint'} & set(sys.modules))); sys.exit(9)\n"
+        "InProcCluster.start = start\n"
+        f"launch.main(['--config={ROOT / 'tests/job_config.py'}', '--run_dir={tmp_path / 'r'}'])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=env
+    )
+    assert done.returncode == 9 and "seen ['grain', 'orbax.checkpoint']" in done.stdout, done.stderr
+
+
 def test_bad_words_exit_2_with_one_line_each_and_no_directory(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = launch.main(

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from rl_jax.ledger import EpisodeRef
 from rl_jax.rollout.buffer import ref_of
 from rl_jax.rollout.episode import EpisodeRules
-from rl_jax.rollout.player import Player
+from rl_jax.rollout.player import Player, failure_reason
 from rl_jax.rollout.slots import Slots
 from rl_jax.settings import EvalSettings
-from rl_jax.types import Outcome, Task, Trajectory
+from rl_jax.types import Failure, Outcome, Task, Trajectory
 
 LOG = logging.getLogger(__name__)
 EVAL_EPOCH = -1
@@ -28,6 +28,10 @@ EVAL_EPOCH = -1
 
 class EvaluationFailed(RuntimeError):
     """Not one episode of an evaluation got a score."""
+
+
+class EvaluationUnplayable(EvaluationFailed):
+    """The same, because of the environment, its scorer or the prompts: no server is to blame."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Evaluation:
     def __post_init__(self):
         self.num_open = 0  # attempts without a terminal record: its part of the ledger's in_flight
         self.num_left = 0
+        self.last_failure: Failure | None = None
 
     async def run(
         self, name: str, tasks: Sequence[Task], sampling: EvalSettings, version: int
@@ -120,13 +125,21 @@ class Evaluation:
                 sampling.timeout_s,
             )
         if not scored:
-            raise EvaluationFailed(
-                f"evaluation {name}: none of {len(tasks)} episodes got a score within"
-                f" eval.timeout_s={sampling.timeout_s:g} ({num_late} were not done); see the ledger for reasons"
-            )
+            raise self._failed(name, len(tasks), num_late, sampling.timeout_s)
         mixed = sum(bool((t.versions[t.loss_mask] != version).any()) for t in scored)
         seconds = time.monotonic() - start_s
         return EvalResult(name, version, scored, len(tasks) - len(scored), mixed, seconds)
+
+    def _failed(self, name: str, num: int, num_late: int, timeout_s: float) -> EvaluationFailed:
+        last = self.last_failure
+        text = (
+            f"evaluation {name}: none of {num} episodes got a score within eval.timeout_s={timeout_s:g}"
+            f" ({num_late} were not done)"
+        )
+        if last is None:
+            return EvaluationFailed(f"{text}; see the ledger for reasons")
+        kind = EvaluationFailed if last.boundary == "serve" else EvaluationUnplayable
+        return kind(f"{text}; the last failure, {failure_reason(last)}: {last.detail}")
 
     async def _play(
         self, group: str, index: int, task: Task, rules: EpisodeRules
@@ -138,6 +151,7 @@ class Evaluation:
                 if trajectory.outcome is not Outcome.FAILED:
                     self.player.ledger.write(ref_of(trajectory), "EVALUATED")
                     return trajectory
+                self.last_failure = trajectory.failure
             return None
         finally:
             self.num_left -= 1

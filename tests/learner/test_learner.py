@@ -126,6 +126,31 @@ def assert_close(got, want, what=""):
 # --- the numbers ------------------------------------------------------------------------------------------------------
 
 
+def test_gradient_is_clipped_to_its_bound(model_and_params, reference):
+    learner = make_learner(model_and_params[0], settings=replace(SETTINGS, grad_clip=1e-3))
+    metrics, got = gradient_of(learner, some_groups(), model_and_params[1])
+    norm = metrics["optim/grad_norm"].mean  # the one before
+    assert norm > 0.01
+    assert np.sqrt(sum(np.square(g).sum() for g in got.values())) == pytest.approx(1e-3, rel=1e-4)
+    assert_close(got, {name: g * 1e-3 / norm for name, g in reference[1].items()})
+
+
+def test_master_weights_keep_updates_that_bfloat16_would_lose(model_and_params):
+    model, params = tiny_model(
+        num_layers=1, embed_size=16, num_heads=2, num_kv_heads=2, mlp_size=32, dtype="bfloat16"
+    )
+    learner = make_learner(model, settings=replace(SETTINGS, learning_rate=1e-5))
+    gradient_of(learner, some_groups(), params)
+    after = learner.params
+    assert all(array.dtype == jnp.float32 for array in after.values())
+    name = max(after, key=lambda n: after[n].size)
+    before, now = np.asarray(params[name]), np.asarray(after[name])
+    moved = now != before
+    assert moved.mean() > 0.5
+    lost = now.astype(jnp.bfloat16) == before.astype(jnp.bfloat16)
+    assert (moved & lost).sum() > 0.5 * moved.sum()
+
+
 def test_loss_gradient_and_update_equal_a_slow_reference(learner, model_and_params, reference):
     params, (loss, gradient) = model_and_params[1], reference
     metrics, got = gradient_of(learner, some_groups(), params)

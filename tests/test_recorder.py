@@ -1,0 +1,104 @@
+"""recorder.py: what a step's row holds of its groups, rates of the step alone, and the summary's fields."""
+
+import io
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rl_jax.metrics import Metric
+from rl_jax.progress import Progress
+from rl_jax.recorder import Recorder, group_metrics
+from rl_jax.settings import MetricsSettings
+from rl_jax.testing.trajectories import fake_group
+from rl_jax.types import FinishReason, Outcome, Turn
+
+
+def with_turns(trajectory, *finishes):
+    """Turns of two tokens each that ended so."""
+    two = np.zeros(2, np.int32)
+    turn = Turn(
+        two, two, np.zeros(2, np.float32), None, (), np.zeros(2, bool), FinishReason.STOP,
+        cached_prompt=0, server="s", pool="p", times_s={},
+    )  # fmt: skip
+    turns = tuple(replace(turn, finish=finish) for finish in finishes)
+    cut = finishes[-1] is FinishReason.LENGTH
+    return replace(trajectory, turns=turns, outcome=Outcome.TRUNCATED if cut else Outcome.OK)
+
+
+def some_group():
+    group = fake_group(0, [1.0, 0.0], [12, 12])
+    first, second = group.trajectories
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    members = (with_turns(first, stop, stop, stop), with_turns(second, length))
+    return replace(group, trajectories=members)
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    rows = []
+    run_dir = SimpleNamespace(
+        path=tmp_path, status=lambda *a, **k: None, rollouts=lambda s, k: tmp_path
+    )
+    writer = SimpleNamespace(write=lambda step, row: rows.append((step, dict(row))))
+    progress = Progress(2, "plain", stream=io.StringIO())
+    made = Recorder(run_dir, writer, progress, MetricsSettings(rollouts_every=0), lambda tokens: "")
+    yield made, rows
+    progress.close()
+
+
+def test_row_says_how_turns_and_episodes_ended():
+    row = group_metrics([some_group()])
+    assert (row["finish/stop"].mean, row["finish/length"].mean) == (0.75, 0.25)
+    assert row["length/truncated"].mean == 0.5
+    assert (row["length/response"].mean, row["length/turns"].mean) == (4.0, 2.0)
+    assert row["reward/success"].mean == 0.5
+
+
+def test_rates_of_a_step_leave_out_the_tokens_of_an_evaluation_before_it(recorder):
+    recorder, rows = recorder
+    served = {"decode_tokens": 0.0}
+    recorder.watch(lambda: served, lambda: "nothing")
+    group = some_group()
+    served["decode_tokens"] = 100.0  # 8 of the evaluation, the others of episodes in flight
+    recorder.evaluation(
+        0,
+        "t",
+        SimpleNamespace(success=0.5, num_episodes=2, seconds=1.0, trajectories=group.trajectories),
+    )
+    served["decode_tokens"] = 140.0
+    metrics = {
+        "time/step_s": Metric(4.0, 1), "time/train_s": Metric(2.0, 1),
+        "batch/tokens": Metric(80.0, 1), "batch/trained_tokens": Metric(66.0, 1),
+    }  # fmt: skip
+    recorder.step(1, [group], metrics, {})
+    row = rows[-1][1]
+    assert row["perf/decode_tokens_per_s"] == 10.0
+    assert row["goodput/sample"] == 66 / (100 - 8 + 40)
+
+
+def test_summary_has_the_fields_that_others_read(recorder, tmp_path):
+    recorder, _ = recorder
+    recorder.step(1, [some_group()], {"mismatch/abs_mean_lag0_pure": Metric(4e-6, 2)}, {})
+    recorder.summary({"t": {"first": 0.25, "last": 0.75}}, {"TRAINED": 2})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary.pop("wall_s") >= 0
+    assert summary == {
+        "steps": 1,
+        "tasks": {"t": {"first": 0.25, "last": 0.75}},
+        "mismatch": {"lag0_mean_abs": 2e-6},
+        "episodes": {"TRAINED": 2},
+    }
+
+
+def test_heartbeat_names_what_the_loop_does(recorder):
+    recorder, _ = recorder
+    progress, out = recorder.progress, recorder.progress._stream
+    progress.heartbeat_s = 0.0
+    with recorder.doing("the update of step 1"):
+        progress.beat(lambda: "a batch")
+    progress.beat(lambda: "a batch")
+    lines = [line.partition(" s ")[2] for line in out.getvalue().splitlines()]
+    assert lines == ["in the update of step 1", "before the first step, waiting for a batch"]
