@@ -1,8 +1,10 @@
-"""Attention of a decode step over a contiguous cache, with the new k and v appended in place: one Triton kernel.
+"""Attention of a decode step over a contiguous cache: bias, rope, append in place and softmax in one Triton kernel.
 
-A program owns one slot's one kv head: it writes the new k, v to the cache, starts the softmax from them (they are in
-registers, so that the write is waited for by nobody) and streams the live positions before them through shared memory.
-Nothing beyond a slot's length is read; a slot that is not active reads and writes nothing.
+A program owns one slot's one kv head: it takes the head's queries, key and value from the layer's product, writes the
+new k, v to the cache, starts the softmax from them (they are in registers, so that the write is waited for by nobody)
+and streams the live positions before them through shared memory. Nothing beyond a slot's length is read; a slot that is
+not active reads and writes nothing. Scores are computed transposed, positions by queries, so that the streamed side is
+the tall one of each product, as wgmma takes it from shared memory.
 Triton is the dull way to a kernel that is bound by memory; Pallas deprecates it, and with it gone `unfit` says so.
 """
 
@@ -50,48 +52,54 @@ def unfit(platform: str, dtype: Any, head_dim: int, programs: int) -> str:
 
 
 def decode_attention(
-    q: jax.Array,
-    new: Pair,
+    product: jax.Array,
+    bias: jax.Array | None,
+    rotation: tuple[jax.Array, jax.Array],
     cache: Pair,
-    position: jax.Array,
-    active: jax.Array,
-    tuning: Tuning = Tuning(),
+    slots: tuple[jax.Array, jax.Array],
+    tuning: Tuning | None = None,
 ) -> tuple[jax.Array, Pair]:
-    """(out [S, H, Dh], the cache, in place, with the new k and v at `position` of active slots).
+    """(out [S, H, Dh], the cache, in place, with the new k and v at the position of active slots).
 
-    Args: q: [S, H, Dh].  new: k, v [S, K, Dh].  cache: k, v [S, T, K, Dh].  position: i32[S], of the new k, v.
-          active: bool[S]; the result of the others is their new v.
+    Args: product: [P, S, K, G + 2, Dh], a kv head's queries, its key, its value, in parts that are summed and rounded.
+          bias: [K, G + 2, Dh], added and rounded.
+          rotation: f32[S, Dh / 2] cosines and sines of queries and keys.  cache: k, v [S, T, K, Dh].
+          slots: position i32[S] of the new k, v, and active bool[S]; the result of the others is their new v.
     """
-    S, H, Dh = q.shape
-    K = cache[0].shape[2]
-    rows = max(MIN_ROWS, pl.next_power_of_2(H // K))
-    live = jnp.where(active, position, -1).astype(jnp.int32)
-    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *cache)]
+    _, S, K, rows, Dh = product.shape
+    if tuning is None:  # few programs: one has a multiprocessor, and its memory, for itself
+        tuning = Tuning(num_stages=4 if S * K <= 2 * 132 else 3)
+    live = jnp.where(slots[1], slots[0], -1).astype(jnp.int32)
+    cos, sin = rotation
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    inputs = [live, product, *([] if bias is None else [bias]), cos, sin, *cache]
+    out = jax.ShapeDtypeStruct((S, K * (rows - 2), Dh), cache[0].dtype)
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache]
     call = pl.pallas_call(
-        lambda *refs: _body(refs, (H // K, rows), tuning.block),
-        out_shape=like,
-        grid=(S, K),
-        input_output_aliases={4: 1, 5: 2},
+        lambda *refs: _body(refs, bias is not None, tuning),
+        out_shape=[out, *like],
+        grid=(K, S),  # heads of a slot side by side: they read the same pages of memory
+        input_output_aliases={len(inputs) - 2: 1, len(inputs) - 1: 2},
         interpret=tuning.interpret,
         name="decode_attention",
         compiler_params=plgpu.CompilerParams(
             num_warps=tuning.num_warps, num_stages=tuning.num_stages
         ),
     )
-    out, k, v = call(live, q, *new, *cache)
+    out, k, v = call(*inputs)
     return out, (k, v)
 
 
-def _body(refs: tuple, sizes: tuple[int, int], block: int) -> None:
-    live, q, new_k, new_v, k_cache, v_cache, out, k_out, v_out = refs
-    slot, head = pl.program_id(0), pl.program_id(1)
-    group, rows = sizes
-    Dh = q.shape[-1]
+def _body(refs: tuple, has_bias: bool, tuning: Tuning) -> None:
+    live, product, *bias, cos, sin, k_cache, v_cache, out, k_out, v_out = refs
+    assert len(bias) == has_bias
+    slot, head = pl.program_id(1), pl.program_id(0)
+    group, Dh = product.shape[3] - 2, product.shape[4]
+    rows, block = max(MIN_ROWS, pl.next_power_of_2(group)), tuning.block
     position = live[slot]
-    own = jnp.arange(rows) < group
-    own = lax.broadcast_in_dim(own, (rows, Dh), (0,))
-    queries = plgpu.load(q.at[slot, pl.ds(head * group, rows)], mask=own, other=0.0)
-    k, v = new_k[slot, head], new_v[slot, head]
+    new = _Rows(product, bias, (cos[slot], sin[slot]), (slot, head), out.dtype)
+    queries = new.rotated(rows, group)
+    k, v = new.rotated(None, group), new.load(None, group + 1)
 
     @pl.when(position >= 0)
     def _():
@@ -100,29 +108,77 @@ def _body(refs: tuple, sizes: tuple[int, int], block: int) -> None:
 
     scale = Dh**-0.5 * LOG2_E
     top = jnp.sum(queries.astype(jnp.float32) * k.astype(jnp.float32)[None], axis=1) * scale
-    mixed = jnp.broadcast_to(v.astype(jnp.float32)[None], (rows, Dh))
+    mixed = jnp.broadcast_to(v.astype(jnp.float32)[:, None], (Dh, rows))
+    stream = _Stream(k_cache, v_cache, (slot, head), queries.T, block)
     carry = (top, jnp.ones_like(top), mixed)
-
-    def part(start, carry, mask):
-        top, total, mixed = carry
-        where = (slot, pl.ds(start, block), head)
-        wide = None if mask is None else lax.broadcast_in_dim(mask, (block, Dh), (0,))
-        other = None if mask is None else 0.0
-        keys = plgpu.load(k_cache.at[where], mask=wide, other=other)
-        scores = plgpu.dot(queries, keys.T) * scale
-        if mask is not None:
-            scores = jnp.where(mask[None], scores, -1e30)
-        best = jnp.maximum(top, scores.max(axis=1))
-        weights, kept = jnp.exp2(scores - best[:, None]), jnp.exp2(top - best)
-        values = plgpu.load(v_cache.at[where], mask=wide, other=other)
-        mixed = mixed * kept[:, None] + plgpu.dot(weights.astype(values.dtype), values)
-        return best, total * kept + weights.sum(axis=1), mixed
-
     before = jnp.maximum(position, 0)
     whole = lax.div(before, block)
-    carry = lax.fori_loop(0, whole, lambda i, c: part(i * block, c, None), carry)
+    carry = lax.fori_loop(0, whole, lambda i, c: stream.part(i * block, c, scale), carry)
     rest = before - whole * block
-    last = lambda i, c: part(whole * block, c, jnp.arange(block) < rest)
+    last = lambda i, c: stream.part(whole * block, c, scale, jnp.arange(block) < rest)
     _, total, mixed = lax.fori_loop(0, jnp.minimum(rest, 1), last, carry)
-    result = (mixed / total[:, None]).astype(out.dtype)
-    plgpu.store(out.at[slot, pl.ds(head * group, rows)], result, mask=own)
+    result = (mixed / total[None]).astype(out.dtype)  # [Dh, rows]
+    own = lax.broadcasted_iota(jnp.int32, (Dh, rows), 1)
+    place = out.at[slot, head * group + own, lax.broadcasted_iota(jnp.int32, (Dh, rows), 0)]
+    plgpu.store(place, result, mask=own < group)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of one kv head's product in registers, with their bias."""
+
+    product: Any
+    bias: list
+    rotation: tuple[jax.Array, jax.Array]  # f32[Dh] cosines, sines with the sign of their half
+    place: tuple  # (slot, kv head)
+    dtype: Any
+
+    def load(self, rows: int | None, index: int, partner: bool = False) -> jax.Array:
+        """Row `index` [Dh], or the first `index` of `rows` rows [rows, Dh], the others 0; partner: halves swapped."""
+        Dh = self.product.shape[-1]
+        shape = (Dh,) if rows is None else (rows, Dh)
+        column = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+        if partner:
+            column = jnp.where(column < Dh // 2, column + Dh // 2, column - Dh // 2)
+        row = index if rows is None else lax.broadcasted_iota(jnp.int32, shape, 0)
+        how = {} if rows is None else {"mask": row < index, "other": 0.0}
+        parts = [self.product.at[p, *self.place, row, column] for p in range(self.product.shape[0])]
+        x = sum(plgpu.load(part, **how).astype(jnp.float32) for part in parts).astype(self.dtype)
+        for bias in self.bias:
+            add = plgpu.load(bias.at[self.place[1], row, column], **how)
+            x = (x.astype(jnp.float32) + add.astype(jnp.float32)).astype(x.dtype)
+        return x
+
+    def rotated(self, rows: int | None, index: int) -> jax.Array:
+        x, partner = (self.load(rows, index, p).astype(jnp.float32) for p in (False, True))
+        cos, sin = self.rotation if rows is None else (r[None] for r in self.rotation)
+        return (x * cos + partner * sin).astype(self.dtype)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Online softmax over blocks of one slot's one kv head."""
+
+    k: Any
+    v: Any
+    place: tuple
+    queries: jax.Array  # [Dh, rows]
+    block: int
+
+    def part(self, start, carry, scale: float, mask=None):
+        """The carry (top [rows], total [rows], mixed [Dh, rows]) with the positions [start, start + block)."""
+        top, total, mixed = carry
+        where = (self.place[0], pl.ds(start, self.block), self.place[1])
+        how = {}
+        if mask is not None:
+            wide = lax.broadcast_in_dim(mask, (self.block, self.k.shape[-1]), (0,))
+            how = {"mask": wide, "other": 0.0}
+        keys = plgpu.load(self.k.at[where], **how)
+        scores = plgpu.dot(keys, self.queries) * scale  # [block, rows]
+        if mask is not None:
+            scores = jnp.where(mask[:, None], scores, -1e30)
+        best = jnp.maximum(top, scores.max(axis=0))
+        weights, kept = jnp.exp2(scores - best[None]), jnp.exp2(top - best)
+        values = plgpu.load(self.v.at[where], **how)
+        mixed = mixed * kept[None] + plgpu.dot(values.T, weights.astype(values.dtype))
+        return best, total * kept + weights.sum(axis=0), mixed

@@ -9,7 +9,7 @@ Must not: choose while tracing.
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from math import prod
 
 import jax
@@ -25,15 +25,25 @@ from rl_jax.settings import ModelSettings
 LOG = logging.getLogger(__name__)
 
 Pair = tuple[jax.Array, jax.Array]  # k and v
-# (q [S, H, Dh], new k and v [S, K, Dh], cache k and v [S, T, K, Dh], position i32[S], active bool[S])
-# -> (out [S, H, Dh], the cache with the new k and v at `position` of active slots)
-StepAttention = Callable[[jax.Array, Pair, Pair, jax.Array, jax.Array], tuple[jax.Array, Pair]]
+
+
+@dataclass(frozen=True)
+class StepAttention:
+    """What runs. Both give (out [S, H, Dh], the cache with the new k, v); slots: (position i32[S], active bool[S])."""
+
+    name: str
+    # (q [S, H, Dh], new k and v [S, K, Dh], cache k and v [S, T, K, Dh], slots)
+    of_heads: Callable[[jax.Array, Pair, Pair, Pair], tuple[jax.Array, Pair]]
+    # One device only, where it brings kernels for the whole layer (models.attention.FusedAttend):
+    # (product [P, S, K, G + 2, Dh] in parts, bias [K, G + 2, Dh] or None, (cos, sin) f32[S, Dh / 2], cache, slots)
+    of_product: Callable[..., tuple[jax.Array, Pair]] | None = None
+    interpret: bool = False  # those kernels, on CPU, for tests
 
 
 def choose_attention(
     settings: ModelSettings, slots: int, rules: RulesLike, mesh: Mesh
-) -> tuple[str, StepAttention]:
-    """(what runs, itself) on this mesh, with so many slots."""
+) -> StepAttention:
+    """The best for this mesh and so many slots."""
     device = mesh.devices.flat[0]
     capability = getattr(device, "compute_capability", "")
     split = mesh_axes(("slots", "kv_heads"), rules)
@@ -41,52 +51,58 @@ def choose_attention(
     programs = slots * settings.num_kv_heads // shards
     dtype, head_dim = settings.dtype, settings.head_dim
     reasons = {
-        "triton": decode_attention.unfit(device.platform, dtype, head_dim, programs),
-        "cudnn": unfit("cudnn", device.platform, capability, dtype, head_dim),
-        "plain": "",
+        TRITON: decode_attention.unfit(device.platform, dtype, head_dim, programs),
+        CUDNN: unfit("cudnn", device.platform, capability, dtype, head_dim),
+        PLAIN: "",
     }
-    name = next(name for name, why in reasons.items() if not why)
+    best = next(attention for attention, why in reasons.items() if not why)
     why = "; ".join(why for why in reasons.values() if why)
-    LOG.info("decode attention: %s on %s (%s)", name, device.device_kind, why)
-    attend = {"triton": triton, "cudnn": cudnn, "plain": plain}[name]
-    if name == "plain" or mesh.size == 1:
-        return name, attend
-    return name, partial(by_shard, attend, mesh, split)
+    LOG.info("decode attention: %s on %s (%s)", best.name, device.device_kind, why)
+    return best if best is PLAIN or mesh.size == 1 else by_shard(best, mesh, *split)
 
 
-def by_shard(attend: StepAttention, mesh: Mesh, split, q, new, cache, position, active):
-    """attend on each device's own slots and heads; split: mesh axes of slots, of kv heads."""
-    slots, heads = split
-    rows, query = PartitionSpec(slots, None, heads), PartitionSpec(slots, heads)
+def by_shard(step: StepAttention, mesh: Mesh, slots, heads) -> StepAttention:
+    """step on each device's own slots and heads; slots, heads: the mesh axes that split them."""
+    rows, cache = PartitionSpec(slots, heads), PartitionSpec(slots, None, heads)
     slot = PartitionSpec(slots)
-    return jax.shard_map(
-        attend,
+    of_heads = jax.shard_map(
+        step.of_heads,
         mesh=mesh,
-        in_specs=(query, (query, query), (rows, rows), slot, slot),
-        out_specs=(query, (rows, rows)),
+        in_specs=(rows, (rows, rows), (cache, cache), (slot, slot)),
+        out_specs=(rows, (cache, cache)),
         check_vma=False,
-    )(q, new, cache, position, active)
+    )
+    return StepAttention(step.name, of_heads)
 
 
-def append(new: Pair, cache: Pair, position: jax.Array, active: jax.Array) -> Pair:
+def append(new: Pair, cache: Pair, slots: Pair) -> Pair:
     """The cache with each active slot's new k, v [K, Dh] at its position."""
+    position, active = slots
     S = position.shape[0]
     row = jnp.where(active, jnp.arange(S), S)
     k, v = (c.at[row, position].set(x, mode="drop") for c, x in zip(cache, new, strict=True))
     return k, v
 
 
-def plain(q, new: Pair, cache: Pair, position: jax.Array, active: jax.Array):
-    k, v = append(new, cache, position, active)
-    mask = (jnp.arange(k.shape[1]) <= position[:, None])[:, None]  # [S, 1, T]
+def plain(q: jax.Array, new: Pair, cache: Pair, slots: Pair) -> tuple[jax.Array, Pair]:
+    k, v = append(new, cache, slots)
+    mask = (jnp.arange(k.shape[1]) <= slots[0][:, None])[:, None]  # [S, 1, T]
     return attention(q[:, None], k, v, mask)[:, 0], (k, v)
 
 
-def cudnn(q, new: Pair, cache: Pair, position: jax.Array, active: jax.Array):
-    k, v = append(new, cache, position, active)
-    lengths = jnp.where(active, position + 1, 1)
+def cudnn(q: jax.Array, new: Pair, cache: Pair, slots: Pair) -> tuple[jax.Array, Pair]:
+    k, v = append(new, cache, slots)
+    lengths = jnp.where(slots[1], slots[0] + 1, 1)
     return cudnn_attention.decode(q, k, v, lengths), (k, v)
 
 
-def triton(q, new: Pair, cache: Pair, position: jax.Array, active: jax.Array):
-    return decode_attention.decode_attention(q, new, cache, position, active)
+def triton(q: jax.Array, new: Pair, cache: Pair, slots: Pair) -> tuple[jax.Array, Pair]:
+    """Heads that are normed and rotated already: as a product with nothing left to do."""
+    S, K, Dh = new[0].shape
+    product = jnp.concatenate([q.reshape(S, K, -1, Dh), *(x[:, :, None] for x in new)], axis=2)
+    ones, zeros = jnp.ones((S, Dh // 2), jnp.float32), jnp.zeros((S, Dh // 2), jnp.float32)
+    return decode_attention.decode_attention(product[None], None, (ones, zeros), cache, slots)
+
+
+PLAIN, CUDNN = StepAttention("plain", plain), StepAttention("cudnn", cudnn)
+TRITON = StepAttention("triton", triton, decode_attention.decode_attention)

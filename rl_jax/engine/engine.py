@@ -79,9 +79,9 @@ class JaxEngine:
         # A scratch cache has as many rows as a chunk has requests, which no mesh axis need divide.
         self.prefix_sharding = named_sharding((None, *self.spec.axes[1:]), rules_serve, mesh)
         self.visible_buckets = buckets(MIN_VISIBLE, settings.context)
-        self.attention, attend = choose_attention(s, settings.slots, rules_serve, mesh)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        self._step = programs.Step(attend, not on_cpu, settings.steps_per_block)
+        attention = choose_attention(s, settings.slots, rules_serve, mesh)
+        self.step = programs.Step(attention, not on_cpu, settings.steps_per_block)
         self._compile()
 
     # --- state ------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class JaxEngine:
         self._extend_state = jax.jit(extend, out_shardings=cache, **static)
         self._extend_scratch = jax.jit(extend, out_shardings=prefix, **static)
         self._generate = jax.jit(
-            partial(programs.generate, model, step=self._step),
+            partial(programs.generate, model, step=self.step),
             donate_argnums=1,
             out_shardings=(state_out, small),
         )

@@ -17,14 +17,17 @@ Invariants: a token's KV and logits depend on its own request only, on CPU down 
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from kernels.decode_rows import add_norm, fits, gated_matmul, split_matmul
 from rl_jax.engine.attention import StepAttention
 from rl_jax.engine.sampling import sample, sample_tiled
 from rl_jax.engine.state import FINISH_CODES, Cache, DecodeState, SlotState
-from rl_jax.models.attention import attention
+from rl_jax.models.attention import FusedAttend
+from rl_jax.models.attention import attention as attend_tiles
 from rl_jax.models.model import Model
 from rl_jax.types import FinishReason
 
@@ -63,7 +66,7 @@ def extend(
         q_tiles = q[0].at[of_tile].get(mode="fill", fill_value=0)  # [N, tile, H, Dh]
         k_tiles = k_cache[:, :visible].at[tile_row].get(mode="clip")  # [N, visible, K, Dh]
         v_tiles = v_cache[:, :visible].at[tile_row].get(mode="clip")
-        out = attention(q_tiles, k_tiles, v_tiles, mask)
+        out = attend_tiles(q_tiles, k_tiles, v_tiles, mask)
         out = out.reshape(-1, *out.shape[2:])  # [N, tile, H, Dh] -> [N * tile, H, Dh]
         return out.at[of_token].get(mode="fill", fill_value=0)[None]
 
@@ -95,7 +98,7 @@ def tile_index(segment: jax.Array, lengths: jax.Array, tile: int) -> tuple[jax.A
 class Step:
     """How a decode step is computed, besides the model."""
 
-    attend: StepAttention
+    attention: StepAttention
     tiled_sampling: (
         bool  # one pass over tiles of the vocabulary, as suits a GPU; else what suits a CPU
     )
@@ -116,7 +119,7 @@ def generate(
 
     def one(carry, _):
         kv, slots, finish, nan = carry
-        kv, logits = decode_step(model, params, kv, slots, step.attend)
+        kv, logits = decode_step(model, params, kv, slots, step.attention)
         s = slots
         out = draw(logits, s.key, s.token_index, s.temperature, s.top_p, s.top_k)
         slots, ended, valid = advance(slots, out.tokens, out.nan, context=kv[0][0].shape[1])
@@ -134,19 +137,47 @@ def decode_step(
     params: dict[str, jax.Array],
     kv: Cache,
     slots: SlotState,
-    attend_cache: StepAttention,
+    attention: StepAttention,
 ) -> tuple[Cache, jax.Array]:
     """Run each slot's last token: the cache with its k, v (active slots only), logits f32[S, V]."""
     position = slots.context_length - 1
+    where = (position, slots.active)
     new_kv = list(kv)
 
     def attend(layer, q, k, v):
         new = (k[:, 0], v[:, 0])
-        out, new_kv[layer] = attend_cache(q[:, 0], new, new_kv[layer], position, slots.active)
+        out, new_kv[layer] = attention.of_heads(q[:, 0], new, new_kv[layer], where)
         return out[:, None]
 
+    def of_product(layer, product, bias, angles):
+        rotation = (angles[0][:, 0], angles[1][:, 0])
+        assert attention.of_product is not None
+        out, new_kv[layer] = attention.of_product(product, bias, rotation, new_kv[layer], where)
+        return out
+
+    if attention.of_product is not None:
+        kernels = (
+            partial(kernel, interpret=attention.interpret)
+            for kernel in (split_product, gated_product, add_norm)
+        )
+        attend = FusedAttend(attend, of_product, *kernels)
     hidden = model.hidden(params, slots.last_token[:, None], position[:, None], attend)
     return tuple(new_kv), model.logits(params, hidden[:, 0])
+
+
+def split_product(x: jax.Array, w: jax.Array, *, interpret: bool) -> jax.Array:
+    """x @ w in parts, by the kernel for few rows; in one part by XLA for many."""
+    if fits(*x.shape, w.shape[1]):
+        return split_matmul(x, w, interpret=interpret)
+    return (x @ w)[None]
+
+
+def gated_product(x: jax.Array, w: jax.Array, *, interpret: bool) -> jax.Array:
+    """FusedAttend.gated, by the kernel for few rows."""
+    if fits(*x.shape, w.shape[2]):
+        return gated_matmul(x, w, interpret=interpret)
+    both = jnp.einsum("sd,dcf->scf", x, w)
+    return jax.nn.silu(both[:, 0]) * both[:, 1]
 
 
 def advance(

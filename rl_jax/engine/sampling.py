@@ -5,9 +5,10 @@ Invariants: a slot's token depends on its own logits, sampling numbers, seed and
 requests nor the block size can change it. `logprobs` is the distribution that is trained:
 log_softmax(logits / temperature), without top-p and top-k; `sampled_logprobs` is the one sampled
 from. Greedy (temperature 0) uses temperature 1 for both.
-Two forms with the same tokens: `sample` in several simple passes, as suits a CPU; `sample_tiled` in one pass that reads
-the logits once, makes the noise on the way and keeps six numbers a tile of the vocabulary. Tiles stay on the device
-that has them where the vocabulary is split, so logits are never gathered.
+Two forms of the same distribution, whose tokens differ: `sample` in several simple passes, as suits a CPU;
+`sample_tiled` in one pass over the logits that keeps three numbers a tile of the vocabulary, and noise for one tile
+only, since noise for every logit costs a GPU more than reading them. Tiles stay on the device that has them where the
+vocabulary is split, so logits are never gathered.
 """
 
 import math
@@ -20,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 MOST_TILES = 128
 LOW = np.float32(-1e30)  # finite, so that exp(LOW - LOW) is a number
-NOTHING = (LOW, np.int32(2**31 - 1), LOW, LOW, np.float32(0), np.int32(0))  # of no columns
+NOTHING = (LOW, np.float32(0), np.int32(0))  # of no columns
 
 
 class Sampled(NamedTuple):
@@ -68,42 +69,70 @@ def sample_tiled(
     top_p: Float[Array, " S"],
     top_k: Int[Array, " S"],
 ) -> Sampled:
-    """As `sample`: the same tokens, log-probs equal but for rounding. Rows with a filter take all rows to `sample`."""
+    """As `sample`, by other random numbers."""
     wants_filter = ((top_k > 0) | (top_p < 1)) & (temperature > 0)
+    # Temperatures are applied in the branches: outside, the result would be written to memory for them.
     return jax.lax.cond(
-        wants_filter.any(), sample, _sample_unfiltered,
-        logits, key, token_index, temperature, top_p, top_k,
-    )  # fmt: skip
+        wants_filter.any(),
+        lambda: _draw_filtered(logits, key, token_index, temperature, (wants_filter, top_p, top_k)),
+        lambda: _draw_unfiltered(logits, key, token_index, temperature),
+    )
 
 
-def _sample_unfiltered(logits, key, token_index, temperature, top_p, top_k) -> Sampled:
-    S, V = logits.shape
-    greedy = (temperature <= 0)[:, None]
-    scaled = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, temperature[:, None])
-    noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(key, token_index, V)
-    ids = jnp.broadcast_to(jnp.arange(V, dtype=jnp.int32), (S, V))
-    bad = (~jnp.isfinite(logits)).astype(jnp.int32)
-    chosen_by = jnp.where(greedy, logits, scaled + noise)
-    columns = (chosen_by, ids, scaled, scaled, jnp.ones_like(scaled), bad)
-    tiles = math.gcd(V, MOST_TILES)  # the outer factor, so that a split vocabulary splits the tiles
-    columns = tuple(x.reshape(S, tiles, V // tiles) for x in columns)
-    for _ in range(2):  # within tiles, then over them
-        columns = jax.lax.reduce(columns, NOTHING, _merge, (columns[0].ndim - 1,))
-    _, tokens, chosen, top, total, bad = columns
-    logprobs = chosen - top - jnp.log(total)
-    return Sampled(jnp.minimum(tokens, V - 1), logprobs, logprobs, bad > 0)
+def _draw_unfiltered(logits, key, token_index, temperature) -> Sampled:
+    greedy = temperature <= 0
+    x = _in_tiles(logits / jnp.where(greedy, 1.0, temperature)[:, None])
+    top, mass, bad = _masses(x)
+    tokens, chosen = _draw(x, (top, mass), key, token_index, greedy)
+    logprobs = chosen - jax.nn.logsumexp(mass, axis=1)
+    return Sampled(tokens, logprobs, logprobs, bad)
+
+
+def _draw_filtered(logits, key, token_index, temperature, filters) -> Sampled:
+    greedy = temperature <= 0
+    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    _, mass, bad = _masses(_in_tiles(scaled))
+    allowed = _in_tiles(_filtered(scaled, *filters))
+    of_allowed = _masses(allowed)[:2]
+    tokens, chosen = _draw(allowed, of_allowed, key, token_index, greedy)
+    totals = [jax.nn.logsumexp(m, axis=1) for m in (mass, of_allowed[1])]
+    return Sampled(tokens, chosen - totals[0], chosen - totals[1], bad)
+
+
+def _in_tiles(x: jax.Array) -> jax.Array:
+    """[S, V] -> [S, tiles, V / tiles]. The outer factor, so that a split vocabulary splits the tiles."""
+    return x.reshape(len(x), math.gcd(x.shape[1], MOST_TILES), -1)
+
+
+def _masses(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(largest, log of the sum of exp, both f32[S, tiles]; bool[S] any not finite) of x [S, tiles, n], read once."""
+    columns = (x, jnp.ones_like(x), (~jnp.isfinite(x)).astype(jnp.int32))
+    top, total, bad = jax.lax.reduce(columns, NOTHING, _merge, (2,))
+    return top, top + jnp.log(total), bad.max(axis=1) > 0
+
+
+def _draw(x, masses, key, token_index, greedy) -> tuple[jax.Array, jax.Array]:
+    """(tokens i32[S], their x): a tile by its mass, then a token of it; two draws by Gumbel-max, exact together."""
+    top, mass = masses
+    noisy = mass + _noise(key, token_index, 0, mass.shape[1])
+    tile = _argmax(jnp.where(greedy[:, None], top, noisy))
+    own = jnp.take_along_axis(x, tile[:, None, None], axis=1)[:, 0]  # [S, n]
+    noisy = own + _noise(key, token_index, 1, own.shape[1])
+    place = _argmax(jnp.where(greedy[:, None], own, noisy))
+    return tile * own.shape[1] + place, jnp.take_along_axis(own, place[:, None], axis=1)[:, 0]
+
+
+def _noise(key: jax.Array, token_index: jax.Array, draw: int, size: int) -> jax.Array:
+    """f32[S, size] Gumbel noise of one of a token's draws."""
+    return jax.vmap(_gumbel, in_axes=(0, 0, None, None))(key, token_index, size, draw)
 
 
 def _merge(a: tuple, b: tuple) -> tuple:
-    """Two parts of the vocabulary together: (best value, its id, its logit, top, sum of exp(x - top), bad)."""
-    (best_a, id_a, chosen_a, top_a, total_a, bad_a) = a
-    (best_b, id_b, chosen_b, top_b, total_b, bad_b) = b
-    first = (best_a > best_b) | ((best_a == best_b) & (id_a < id_b))
-    pick = lambda x, y: jnp.where(first, x, y)
+    """Two parts of the vocabulary together: (top, sum of exp(x - top), bad)."""
+    (top_a, total_a, bad_a), (top_b, total_b, bad_b) = a, b
     top = jnp.maximum(top_a, top_b)
     total = total_a * jnp.exp(top_a - top) + total_b * jnp.exp(top_b - top)
-    best = (pick(best_a, best_b), pick(id_a, id_b), pick(chosen_a, chosen_b))
-    return (*best, top, total, jnp.maximum(bad_a, bad_b))
+    return top, total, jnp.maximum(bad_a, bad_b)
 
 
 def _filtered(
@@ -131,9 +160,14 @@ def allowed_tokens(
     return jnp.zeros_like(kept).at[jnp.arange(len(order))[:, None], order].set(kept)
 
 
-def _gumbel(key_data: jax.Array, token_index: jax.Array, vocab_size: int) -> jax.Array:
+def _gumbel(
+    key_data: jax.Array, token_index: jax.Array, size: int, draw: int | None = None
+) -> jax.Array:
     key = jax.random.wrap_key_data(key_data, impl="threefry2x32")
-    return jax.random.gumbel(jax.random.fold_in(key, token_index), (vocab_size,), jnp.float32)
+    key = jax.random.fold_in(key, token_index)
+    if draw is not None:
+        key = jax.random.fold_in(key, draw)
+    return jax.random.gumbel(key, (size,), jnp.float32)
 
 
 def _logprob_of(scaled: jax.Array, tokens: jax.Array) -> jax.Array:

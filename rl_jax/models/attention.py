@@ -7,6 +7,7 @@ Must not: hold KV, know slots or pages, or make masks from anything but position
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,25 @@ from jaxtyping import Array, Bool, Float, Int
 # (layer, q [B, T, H, Dh], k [B, T, K, Dh], v [B, T, K, Dh]) -> [B, T, H, Dh]. q and k come rotated
 # (and qk-normed); the caller owns masks and KV storage.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class FusedAttend:
+    """An attend of a decode step that brings its device's kernels for all that a packed layer does, B = S, T = 1."""
+
+    attend: Attend  # of layers with qk-norm
+    # (layer, product [P, S, K, G + 2, Dh], bias [K, G + 2, Dh] or None, (cos, sin)) -> [S, H, Dh]
+    of_product: Callable[[int, jax.Array, jax.Array | None, tuple], jax.Array]
+    # (x [S, D], w [D, N]) -> x @ w in parts [P, S, N]
+    product: Callable[[jax.Array, jax.Array], jax.Array]
+    # (x [S, D], w [D, 2, F]) -> silu(x @ w[:, 0]) * (x @ w[:, 1])
+    gated: Callable[[jax.Array, jax.Array], jax.Array]
+    # (x [S, D], y in parts [P, S, D], scale [D], eps) -> (x + y, its RMSNorm)
+    add_norm: Callable[[jax.Array, jax.Array, jax.Array, float], tuple[jax.Array, jax.Array]]
+
+    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return self.attend(layer, q, k, v)
+
 
 MASKED = -1e30  # finite: an all-masked row must give exp(0), not exp(nan), before it is zeroed
 

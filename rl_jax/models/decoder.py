@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kernels.packed_attention import SAVED as ATTENTION
-from rl_jax.models.attention import Attend, apply_rope, rope_angles
+from rl_jax.models.attention import Attend, FusedAttend, apply_rope, rope_angles
 from rl_jax.models.layers import MATMUL, RMSNorm, linear, lookup, weight
 from rl_jax.models.model import Constrain, Join, Model, model_from_module
 from rl_jax.settings import ModelSettings
@@ -65,6 +65,22 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         out = attend(layer, apply_rope(q, *angles), apply_rope(k, *angles), v)
         return linear("bthk,hkd->btd", out, self.out)
+
+    def fused(
+        self, h: Float[Array, "S D"], angles: tuple, layer: int, attend: FusedAttend
+    ) -> Float[Array, "P S D"]:
+        """The packed form of a decode step, in parts to be summed."""
+        w, out = self.query_key_value[...], self.out[...]
+        if self.query_norm is None:
+            product = attend.product(h, w.reshape(len(w), -1))
+            product = product.reshape(*product.shape[:2], *w.shape[1:])
+            bias = self.query_key_value_bias
+            heads = attend.of_product(layer, product, None if bias is None else bias[...], angles)
+        else:
+            q, k, v = self._project(h[:, None])
+            q, k = self.query_norm(q), self.key_norm(k)
+            heads = attend(layer, apply_rope(q, *angles), apply_rope(k, *angles), v)[:, 0]
+        return attend.product(heads.reshape(len(h), -1), out.reshape(-1, out.shape[-1]))
 
     def _project(self, x: Float[Array, "B T D"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, T, H, Dh], k and v [B, T, K, Dh]"""
@@ -149,6 +165,8 @@ class Decoder(nnx.Module):
         x = lookup(table, tokens)  # before the cast: of the rows read only
         x = constrain(x.astype(self.settings.dtype), axes)
         angles = rope_angles(positions, self.settings.head_dim, self.settings.rope_theta)
+        if isinstance(attend, FusedAttend):
+            return self._fused(x, angles, attend)
         for index, layer in enumerate(self.layers):
 
             def apply(x, angles, layer=layer, index=index):
@@ -156,6 +174,18 @@ class Decoder(nnx.Module):
 
             x = recomputed(apply, remat)(x, angles)
         return self.final_norm(x)
+
+    def _fused(self, x: jax.Array, angles: tuple, attend: FusedAttend) -> jax.Array:
+        """The packed layers of a decode step by the device's kernels: each sum together with the norm that reads it."""
+        h = self.layers[0].attention_norm(x)[:, 0]
+        x = x[:, 0]
+        norms = [layer.attention_norm for layer in self.layers][1:] + [self.final_norm]
+        for index, (layer, following) in enumerate(zip(self.layers, norms, strict=True)):
+            y = layer.attention.fused(h, angles, index, attend)
+            x, h = attend.add_norm(x, y, layer.mlp_norm.scale[...], layer.mlp_norm.eps)
+            y = attend.product(attend.gated(h, layer.mlp.gate_up[...]), layer.mlp.down[...])
+            x, h = attend.add_norm(x, y, following.scale[...], following.eps)
+        return h[:, None]
 
     def head(self) -> Float[Array, "D V"]:
         matrix = self.embed[...].T if self.unembed is None else self.unembed[...]

@@ -1,19 +1,28 @@
 """A decode step's attention: against float64, what is chosen, and that the kernels lower for a GPU anywhere."""
 
+import functools
 import inspect
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kernels import cudnn_attention
 from kernels.decode_attention import Tuning, decode_attention
-from rl_jax.engine.attention import by_shard, choose_attention, cudnn, plain, triton
+from kernels.decode_rows import add_norm, gated_matmul, split_matmul
+from rl_jax.engine.attention import CUDNN, PLAIN, TRITON, by_shard, choose_attention, plain
+from rl_jax.engine.programs import Step, decode_step, generate
+from rl_jax.engine.state import DecodeState, empty_slots
 from rl_jax.mesh import SERVE_RULES, make_mesh
+from rl_jax.models.attention import apply_rope, rope_angles
+from rl_jax.models.decoder import build_model
+from rl_jax.settings import EngineSettings
 from rl_jax.testing.tiny_model import tiny_settings
 
 S, T, H, K, DH = 4, 11, 4, 2, 8
@@ -21,19 +30,19 @@ TRITON_CALL = "__gpu$xla.gpu.triton"
 
 
 def draw():
-    """(q, new k and v, cache, position, active): an empty cache, a full one and a slot that is not active."""
+    """(q, new k and v, cache, slots): an empty cache, a full one and a slot that is not active."""
     rng = np.random.default_rng()
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     new, cache = ((array(*shape, K, DH), array(*shape, K, DH)) for shape in ((S,), (S, T)))
-    position = jnp.array([0, T - 1, 5, 3])
-    return array(S, H, DH), new, cache, position, jnp.array([True, True, True, False])
+    slots = (jnp.array([0, T - 1, 5, 3]), jnp.array([True, True, True, False]))
+    return array(S, H, DH), new, cache, slots
 
 
 def test_plain_appends_and_equals_float64():
-    q, new, cache, position, active = draw()
-    out, kept = plain(q, new, cache, position, active)
+    q, new, cache, slots = draw()
+    out, kept = plain(q, new, cache, slots)
     for s in range(3):
-        n = int(position[s]) + 1
+        n = int(slots[0][s]) + 1
         k, v = (np.concatenate([c[s, : n - 1], x[s][None]]) for c, x in zip(cache, new))
         assert all((np.asarray(now[s, :n]) == x).all() for now, x in zip(kept, (k, v)))
         k, v = (np.repeat(x.astype(np.float64), H // K, axis=1) for x in (k, v))
@@ -43,27 +52,49 @@ def test_plain_appends_and_equals_float64():
     assert all((now[3] == old[3]).all() for now, old in zip(kept, cache))
 
 
-def test_kernel_equals_plain_and_appends_the_same():
-    """Interpreted, with more queries a group than the kernel pads to: blocks of 4 leave a rest."""
+def test_kernel_rotates_appends_and_attends_as_plain():
+    """Interpreted; 3 queries a group, which the kernel pads, and blocks of 4 that leave a rest."""
+    rng, (group, Dh) = np.random.default_rng(), (3, 16)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    product, bias = array(2, S, K, group + 2, Dh), array(K, group + 2, Dh)
+    cache, slots = (array(S, T, K, Dh), array(S, T, K, Dh)), draw()[3]
+    cos, sin = rope_angles(slots[0][:, None], Dh, 1e4)
+    kernel = partial(decode_attention, tuning=Tuning(block=4, interpret=True))
+    got, kept = jax.jit(kernel)(product, bias, (cos[:, 0], sin[:, 0]), cache, slots)
+    x = product.sum(axis=0) + bias
+    rotated = lambda heads: apply_rope(heads[:, None], cos, sin)[:, 0]
+    q, k = rotated(x[:, :, :-2].reshape(S, -1, Dh)), rotated(x[:, :, -2])
+    want, right = plain(q, (k, x[:, :, -1]), cache, slots)
+    np.testing.assert_allclose(got[:3], want[:3], atol=1e-5)
+    for a, b in zip(kept, right):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_rows_kernels_equal_float64():
     rng = np.random.default_rng()
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    new, cache = ((array(*shape, 2, 16), array(*shape, 2, 16)) for shape in ((S,), (S, T)))
-    args = (array(S, 32, 16), new, cache, jnp.array([0, T - 1, 5, 8]))
-    active = jnp.array([True, True, False, True])
-    kernel = partial(decode_attention, tuning=Tuning(block=4, interpret=True))
-    (got, kept), (want, right) = (jax.jit(f)(*args, active) for f in (kernel, plain))
-    np.testing.assert_allclose(got[active], want[active], atol=1e-5)
-    assert all((a == b).all() for a, b in zip(kept, right))
+    exact = lambda x: np.asarray(x, np.float64)
+    x, w, gates, scale = array(64, 256), array(256, 64) / 16, array(256, 2, 64) / 16, array(64)
+    parts = split_matmul(x, w, interpret=True)
+    assert parts.shape == (2, 64, 64)
+    np.testing.assert_allclose(parts.sum(axis=0), exact(x) @ exact(w), atol=1e-5)
+    gate, up = (exact(x) @ exact(gates[:, i]) for i in range(2))
+    got = gated_matmul(x, gates, interpret=True)
+    np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, atol=1e-5)
+    total, normed = add_norm(x[:, :64], parts, scale, eps=1e-6, interpret=True)
+    wide = exact(x)[:, :64] + exact(x) @ exact(w)
+    np.testing.assert_allclose(total, wide, atol=1e-5)
+    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * exact(scale)
+    np.testing.assert_allclose(normed, want, atol=1e-5)
 
 
 def test_what_runs_depends_on_the_device_and_the_slots():
-    cpu = make_mesh({}, jax.devices()[:1])
-    assert choose_attention(tiny_settings(), 64, SERVE_RULES, cpu) == ("plain", plain)
+    assert choose_attention(tiny_settings(), 64, SERVE_RULES, make_mesh({}, jax.devices()[:1])) is PLAIN  # fmt: skip
     device = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H100")
     mesh = SimpleNamespace(devices=np.array([device]), size=1)
     settings = tiny_settings(dtype="bfloat16", head_dim=16)
-    assert choose_attention(settings, 64, SERVE_RULES, mesh) == ("triton", triton)
-    assert choose_attention(settings, 16, SERVE_RULES, mesh) == ("cudnn", cudnn)
+    assert choose_attention(settings, 64, SERVE_RULES, mesh) is TRITON
+    assert choose_attention(settings, 16, SERVE_RULES, mesh) is CUDNN
 
 
 def lowered(step, *args) -> str:
@@ -73,17 +104,57 @@ def lowered(step, *args) -> str:
     return export.export(jax.jit(step), platforms=["cuda"], disabled_checks=allow)(*args).mlir_module()  # fmt: skip
 
 
+@functools.cache
+def fused_model(dtype: str):
+    """Packed, of layers that fit the kernels, and the shapes of 64 slots of it."""
+    shape = {"embed_size": 128, "mlp_size": 128, "num_heads": 8, "head_dim": 16, "qkv_bias": True}
+    model = build_model(tiny_settings(**shape, dtype=dtype, param_dtype=dtype), 264)
+    cache = jax.ShapeDtypeStruct((64, T, 2, 16), jnp.dtype(dtype))
+    slots = jax.eval_shape(lambda: empty_slots(EngineSettings(slots=64)))
+    return model, DecodeState(((cache, cache),) * 2, slots)
+
+
+@pytest.mark.slow
+def test_a_step_by_the_kernels_equals_the_portable_step():
+    """Interpreted, in float32, at ragged positions with a slot that is not active."""
+    model, state = fused_model("float32")
+    rng = np.random.default_rng()
+    params = jax.jit(lambda key: model.pack(model.init(key)))(jax.random.key(0))
+    params = {n: x + 0.1 * rng.normal(size=x.shape).astype("f4") for n, x in params.items()}
+    kv = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), state.kv)
+    slots = replace(
+        empty_slots(EngineSettings(slots=64)),
+        context_length=jnp.asarray(rng.integers(1, T, 64), jnp.int32),
+        active=jnp.arange(64) != 5,
+        max_new_tokens=jnp.full(64, 9),
+    )
+    kernel = partial(decode_attention, tuning=Tuning(block=4, interpret=True))
+    made = []
+    for attention in (PLAIN, replace(TRITON, of_product=kernel, interpret=True)):
+        step = partial(decode_step, model.packed, attention=attention)
+        made.append(jax.jit(step)(params, kv, slots))
+    (right, want), (kept, got) = made
+    active = np.flatnonzero(slots.active)
+    np.testing.assert_allclose(got[active], want[active], atol=1e-4)
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_kernels_lower_for_a_gpu_and_on_a_mesh():
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     new, cache = (bf16(S, K, 16), bf16(S, K, 16)), (bf16(S, T, K, 16), bf16(S, T, K, 16))
-    rows = [jax.ShapeDtypeStruct((S,), dtype) for dtype in (jnp.int32, bool)]
-    args = (bf16(S, H, 16), new, cache, *rows)
+    slots = tuple(jax.ShapeDtypeStruct((S,), dtype) for dtype in (jnp.int32, bool))
+    args = (bf16(S, H, 16), new, cache, slots)
     mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
-    sharded = partial(by_shard, cudnn, mesh, (("data",), ("tensor",)))
-    assert cudnn_attention.FORWARD in lowered(cudnn, *args)
-    assert cudnn_attention.FORWARD in lowered(sharded, *args)
+    sharded = by_shard(CUDNN, mesh, ("data",), ("tensor",))
+    assert cudnn_attention.FORWARD in lowered(CUDNN.of_heads, *args)
+    assert cudnn_attention.FORWARD in lowered(sharded.of_heads, *args)
     kind = {"device_kind": "NVIDIA H100 80GB HBM3", "num_cores": 132, "platform": "cuda"}
     known = inspect.signature(AbstractDevice).parameters  # jax 0.11 knows no platform
+    model, state = fused_model("bfloat16")
+    abstract = {n: bf16(*a.shape) for n, a in model.packed.abstract.items()}, state
     hopper = AbstractDevice(**{name: kind[name] for name in known if name in kind})
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=hopper)):
-        assert TRITON_CALL in lowered(triton, *args)
+        assert TRITON_CALL in lowered(TRITON.of_heads, *args)
+        step = partial(generate, model.packed, step=Step(TRITON, True, 2))
+        assert lowered(step, *abstract).count(f"@{TRITON_CALL}") == 2 * 7  # of each of two layers

@@ -1,3 +1,4 @@
+import math
 import re
 
 import jax
@@ -5,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.engine.sampling import _sample_unfiltered, allowed_tokens, sample, sample_tiled
+from rl_jax.engine.sampling import _draw_unfiltered, allowed_tokens, sample, sample_tiled
+from rl_jax.mesh import make_mesh
 
 LOGITS = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], np.float32))
 
@@ -101,36 +103,38 @@ def test_non_finite_logits_are_flagged_in_their_row_only(value):
     assert draw(logits).nan.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("top_k", [0, np.array([0, 3, 0, 0, 0, 0])])
-def test_one_pass_over_tiles_samples_the_same(top_k):
-    """1,187 ids a tile, as of Qwen's vocabulary, and bad logits in two rows; log-probs against float64."""
-    logits = np.random.default_rng().normal(size=(6, 1187 * 2)).astype(np.float32) * 4
-    logits[3, 7], logits[4, 9] = np.nan, -np.inf
-    how = {"seed": np.arange(6), "temperature": np.array([0.7, 1, 0, 1, 1, 2]), "top_k": top_k}
-    got, want = draw(logits, by=sample_tiled, **how), draw(logits, **how)
-    assert got.nan.tolist() == want.nan.tolist() == [False, False, False, True, True, False]
-    rows = np.array([0, 1, 2, 5])
-    assert got.tokens[rows].tolist() == want.tokens[rows].tolist()
-    wide = logits[rows].astype(np.float64) / np.array([0.7, 1, 1, 2])[:, None]
-    logp = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
-    exact = logp[np.arange(4), np.asarray(got.tokens)[rows]]
-    np.testing.assert_allclose(np.asarray(got.logprobs)[rows], exact, atol=1e-5)
-    np.testing.assert_allclose(got.sampled_logprobs[rows], want.sampled_logprobs[rows], atol=1e-5)
+def test_one_pass_over_tiles():
+    """Two tiles of 3 ids, drawn by their distribution; bad rows, greedy ones, and one that is filtered."""
+    n, p = 4000, np.array([0.1, 0.4, 0.2, 0.3, 1e-20, 1e-20])
+    logits = np.log(np.repeat(p[None], n, 0)).astype(np.float32)
+    logits[1, 2], logits[2, 4] = np.nan, -np.inf
+    temperature = np.where(np.arange(n) == 3, 0.0, np.where(np.arange(n) == 4, 0.7, 1.0))
+    how = {"seed": np.arange(n), "temperature": temperature, "by": sample_tiled}
+    out = draw(logits, **how)
+    np.testing.assert_allclose(np.bincount(out.tokens, minlength=6) / n, p, atol=0.03)
+    assert np.flatnonzero(out.nan).tolist() == [1, 2] and int(out.tokens[3]) == 1
+    tempered = p ** (1 / 0.7)
+    for row, q in ((0, p), (3, p), (4, tempered)):
+        want = np.log(q[int(out.tokens[row])] / q.sum())
+        np.testing.assert_allclose([out.logprobs[row], out.sampled_logprobs[row]], want, atol=1e-5)
+    mixed = draw(logits, top_k=np.where(np.arange(n) == 0, 2, 0), **how)
+    for field in ("tokens", "logprobs", "sampled_logprobs"):
+        same = np.asarray(getattr(out, field)) == np.asarray(getattr(mixed, field))
+        assert same[3:].all(), "a filtered row changed its neighbours"
+    token = int(mixed.tokens[0])
+    assert token in (1, 3)
+    np.testing.assert_allclose(mixed.sampled_logprobs[0], np.log(p[token] / 0.7), atol=1e-5)
+    np.testing.assert_allclose(mixed.logprobs[0], np.log(p[token]), atol=1e-5)
 
 
 def test_a_split_vocabulary_is_sampled_without_gathering_logits():
-    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    mesh = make_mesh({"tensor": 2}, jax.devices()[:2])
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "tensor"))
-    logits = jax.device_put(np.random.default_rng().normal(size=(4, 2560)).astype("f4"), place)
-    rows = [
-        jnp.zeros((4, 2), jnp.uint32),
-        jnp.arange(4),
-        jnp.ones(4),
-        jnp.ones(4),
-        jnp.zeros(4, int),
-    ]
-    compiled = jax.jit(_sample_unfiltered).lower(logits, *rows).compile()
-    gathered = re.findall(r"\w+\[4,(?:2560|1280|\d+,20)\][^=]* all-gather", compiled.as_text())
-    assert not gathered
-    want = sample(jnp.asarray(np.asarray(logits)), *rows)
-    assert compiled(logits, *rows).tokens.tolist() == want.tokens.tolist()
+    logits = np.random.default_rng().normal(size=(4, 2560)).astype(np.float32)
+    rows = (jnp.zeros((4, 2), jnp.uint32), jnp.arange(4), jnp.ones(4))
+    step = jax.jit(_draw_unfiltered)
+    compiled = step.lower(jax.device_put(logits, place), *rows).compile()
+    shapes = re.findall(r"= \S*\[([\d,]+)\]\S* all-gather", compiled.as_text())
+    assert all(math.prod(map(int, shape.split(","))) < 4 * 1280 for shape in shapes), shapes
+    got, want = compiled(jax.device_put(logits, place), *rows), step(logits, *rows)
+    assert got.tokens.tolist() == want.tokens.tolist()
