@@ -312,7 +312,7 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class MetricsSettings:
-    progress: str = "auto"  # auto | plain | rich | json | none
+    progress: str = "auto"  # auto | plain | json | none
     heartbeat_s: float = 30.0
     rollouts_every: int = 1  # steps between saved traces; 0 = never
 
