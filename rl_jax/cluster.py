@@ -18,6 +18,7 @@ from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.serve.router import Router
 from rl_jax.settings import Settings
+from rl_jax.types import MAX_SUPPORT
 
 LOG = logging.getLogger(__name__)
 
@@ -32,10 +33,13 @@ class InProcCluster:
     def __init__(self, plan: MeshPlan, meshes: Meshes, model: Model, settings: Settings):
         self.prefill: list[PrefillServer] = []
         self.decode: list[DecodeServer] = []
+        top_k = settings.rollout.top_k
+        support = top_k if top_k <= MAX_SUPPORT else 0  # more is sampled by --mode=eval only
         for server in plan.servers:
             engine = JaxEngine(
-                model, meshes.servers[server.name], server.rules, settings.engine, server.name
-            )
+                model, meshes.servers[server.name], server.rules, settings.engine, server.name,
+                support=support,
+            )  # fmt: skip
             if server.kind == "prefill":
                 self.prefill.append(PrefillServer(server.name, server.pool, engine, settings.serve))
             else:

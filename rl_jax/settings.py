@@ -102,8 +102,9 @@ class RolloutSettings:
     max_staleness: int = 1
     scheduler: str = "trajectory"  # a name of SCHEDULERS
     temperature: float = 1.0
-    top_p: float = 1.0  # below 1 is refused for training (the sampled support is not replayed yet)
-    top_k: int = 0  # above 0 is refused for training, as top_p
+    top_p: float = 1.0  # of the top_k likeliest; in training, below 1 needs top_k
+    # 0 = all. In training at most 64: the ids a token was sampled from are kept, and the log-probs are taken over them
+    top_k: int = 0
     max_new_tokens: int = 16  # per turn
     max_turns: int = 0  # 0 = the task's own limit
     env_workers: int = 1  # environment worker processes

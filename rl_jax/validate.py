@@ -25,6 +25,7 @@ from rl_jax.role_source import NEEDED_ROLE, role_errors
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.settings import Settings
 from rl_jax.tokens import TOKENIZERS
+from rl_jax.types import MAX_SUPPORT
 
 MODES = ("train", "eval", "rollout_only", "train_only")
 TOP_LEVEL = (
@@ -355,16 +356,19 @@ def _training_errors(s: Settings) -> Iterator[str]:
     r = s.rollout
     if r.temperature == 0:
         yield "rollout.temperature=0 is greedy: its log-probs cannot be trained; use 1.0 (eval.temperature may be 0)"
-    if r.top_p < 1:
+    if r.top_p < 1 and r.top_k == 0:
         yield (
-            f"rollout.top_p={r.top_p} is refused for training: tokens would be sampled from a cut distribution and"
-            " trained under the full one; use 1.0 (eval.top_p may be below 1)"
+            f"rollout.top_p={r.top_p} alone may leave any number of tokens, and training keeps the ids a token was"
+            f" sampled from, at most {MAX_SUPPORT}; set rollout.top_k to 2..{MAX_SUPPORT} beside it, or top_p to 1.0"
+            " (eval.top_p is free)"
         )
-    if r.top_k > 0:
+    if r.top_k > MAX_SUPPORT:
         yield (
-            f"rollout.top_k={r.top_k} is refused for training: tokens would be sampled from a cut distribution and"
-            " trained under the full one; use 0 (eval.top_k may be above 0)"
+            f"rollout.top_k={r.top_k} is above {MAX_SUPPORT}, the most ids that training keeps of what a token was"
+            f" sampled from; use at most {MAX_SUPPORT}, or 0 for the whole vocabulary (eval.top_k is free)"
         )
+    if r.top_k == 1:
+        yield "rollout.top_k=1 is greedy: its log-probs are all 0 and train nothing; use at least 2, or 0 for all"
 
 
 def _mode_errors(s: Settings, mode: str) -> Iterator[str]:

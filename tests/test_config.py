@@ -110,8 +110,9 @@ BAD = [
     ("--config.rollout.short_group_stale=survivors", "rollout.short_group_stale=survivors is not one of drop"),
     # together
     ("--config.tasks.sources[1].tag=frozen_lake", "tasks.sources[1].tag=frozen_lake is also the tag of another"),
-    ("--config.rollout.top_p=0.9", "rollout.top_p=0.9 is refused for training"),
-    ("--config.rollout.top_k=5", "rollout.top_k=5 is refused for training"),
+    ("--config.rollout.top_p=0.9", "set rollout.top_k to 2..64 beside it, or top_p to 1.0"),
+    ("--config.rollout.top_k=65", "rollout.top_k=65 is above 64"),
+    ("--config.rollout.top_k=1", "rollout.top_k=1 is greedy"),
     ("--config.rollout.temperature=0", "rollout.temperature=0 is greedy"),
     ("--config.rollout.group_size=1", "rollout.group_size=1: grpo compares the episodes of one task"),
     ("--config.rollout.batch_groups=7", "rollout.batch_groups=7 does not divide into 2 tags"),
@@ -380,6 +381,8 @@ def test_sampling_limits_hold_for_training_only():
     settings = replace(Settings(), rollout=RolloutSettings(top_p=0.5, temperature=0.0))
     assert len(check(settings, "train")) == 2
     assert check(settings, "eval") == []
+    kept = replace(Settings(), rollout=RolloutSettings(top_p=0.5, top_k=20))
+    assert check(kept, "train") == []
 
 
 def test_plugin_names_are_accepted_without_importing_them():

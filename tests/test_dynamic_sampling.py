@@ -23,6 +23,7 @@ def picky(tmp_path_factory):
     """(a straight run with dynamic sampling, the same run stopped after a step and resumed)."""
     words = ["--config.algorithm.filter.equal_rewards=true", "--config.steps=2"]
     words += ["--config.guards.lag0_above=1e-12"]  # below any rounding: it trips
+    words += [f"--config.rollout.{w}" for w in ("top_p=0.8", "top_k=24", "temperature=0.7")]
     root = tmp_path_factory.mktemp("picky")
     run_job(root / "resumed", *words, "--config.steps=1")
     return run_job(root / "straight", *words), run_job(root / "resumed", *words)
@@ -40,6 +41,19 @@ def test_a_resumed_run_ends_where_a_straight_one_does(picky):
     for name in states[0].params:
         np.testing.assert_array_equal(states[0].params[name], states[1].params[name], err_msg=name)
     assert [row["step"] for row in rows(picky[1])] == [1, 2]
+
+
+def test_trainer_and_sampler_agree_where_sampling_was_cut(picky):
+    """L7: temperature 0.7, top-p 0.8 of 24 ids; the trainer's distribution is over the ids that were left."""
+    first = rows(picky[0])[0]
+    assert first["policy/ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert first["mismatch/abs_max"] < 1e-3
+    (group, *_) = read_groups(picky[0] / "rollouts/step_1/train")
+    member = group.trajectories[0]
+    sizes = (member.support[member.loss_mask] >= 0).sum(axis=1)
+    assert sizes.max() <= 24 and sizes.min() >= 1 and len(set(sizes.tolist())) > 1
+    full = np.concatenate([turn.logprobs for turn in member.turns])
+    assert (member.logprobs[member.loss_mask] > full + 0.1).any(), "nothing was cut"
 
 
 def test_dynamic_sampling_trains_whole_batches_of_groups_that_differ(picky):

@@ -55,9 +55,11 @@ class JaxEngine:
         rules_serve,
         settings: EngineSettings,
         name: str,
+        *,
+        support: int = 0,
     ):
-        """rules_serve: (logical axis, mesh axes) pairs of the server. Allocates nothing; compiles
-        at the first calls.
+        """rules_serve: (logical axis, mesh axes) pairs of the server. support: ids that a block
+        returns of what each token was sampled from. Allocates nothing; compiles at the first calls.
         """
         self.model, self.mesh, self.settings, self.name = model, mesh, settings, name
         s = model.settings
@@ -81,7 +83,7 @@ class JaxEngine:
         self.visible_buckets = buckets(MIN_VISIBLE, settings.context)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         attention = choose_attention(s, settings.slots, rules_serve, mesh)
-        self.step = programs.Step(attention, not on_cpu, settings.steps_per_block)
+        self.step = programs.Step(attention, not on_cpu, settings.steps_per_block, support)
         self._compile()
 
     # --- state ------------------------------------------------------------------------------
@@ -181,9 +183,10 @@ class JaxEngine:
         way.
         """
         state, made = self._generate(params, state)
-        for array in made:
+        for array in jax.tree.leaves(made):
             array.copy_to_host_async()
-        return state, BlockTokens(*made)
+        *block, support = made
+        return state, BlockTokens(*block, support=support)
 
     def extract(self, state: DecodeState, slot: int) -> Prefix:
         """A copy of the KV of one slot: context[:-1] as last armed or generated. Waits for the

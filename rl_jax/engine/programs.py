@@ -103,32 +103,37 @@ class Step:
         bool  # one pass over tiles of the vocabulary, as suits a GPU; else what suits a CPU
     )
     count: int  # steps of one dispatch
+    support: int = 0  # ids that come back of what each token was sampled from
 
 
 def generate(
     model: Model, params: dict[str, jax.Array], state: DecodeState, *, step: Step
-) -> tuple[DecodeState, tuple[jax.Array, ...]]:
+) -> tuple[DecodeState, tuple[jax.Array | None, ...]]:
     """`step.count` decode steps of all active slots.
 
     Returns: the new state and (tokens i32[S, k], logprobs f32[S, k], sampled_logprobs f32[S, k],
-    valid bool[S, k], finish i8[S], slot_epoch i32[S], nan bool[S]).
+    valid bool[S, k], finish i8[S], slot_epoch i32[S], nan bool[S], support i32[S, k, K] or None).
     """
     S = state.slots.active.shape[0]
     carry = (state.kv, state.slots, jnp.zeros(S, jnp.int8), jnp.zeros(S, bool))
-    draw = sample_tiled if step.tiled_sampling else sample
+    # Only `sample` gives the support.
+    tiled = step.tiled_sampling and not step.support
+    draw = sample_tiled if tiled else partial(sample, support=step.support)
 
     def one(carry, _):
         kv, slots, finish, nan = carry
         kv, logits = decode_step(model, params, kv, slots, step.attention)
         s = slots
-        out = draw(logits, s.key, s.token_index, s.temperature, s.top_p, s.top_k)
+        numbers = (s.key, s.token_index, s.temperature, s.top_p, s.top_k)
+        out = draw(logits, *numbers)
         slots, ended, valid = advance(slots, out.tokens, out.nan, context=kv[0][0].shape[1])
         nan |= s.active & out.nan
-        return (kv, slots, jnp.maximum(finish, ended), nan), (*out[:3], valid)
+        return (kv, slots, jnp.maximum(finish, ended), nan), (*out[:3], valid, out.support)
 
     (kv, slots, finish, nan), made = jax.lax.scan(one, carry, None, length=step.count)
-    tokens, logprobs, sampled_logprobs, valid = (x.swapaxes(0, 1) for x in made)  # [k, S] -> [S, k]
-    block = (tokens, logprobs, sampled_logprobs, valid, finish, state.slots.epoch, nan)
+    made = jax.tree.map(lambda x: x.swapaxes(0, 1), made)  # [k, S] -> [S, k]
+    *per_token, ids = made
+    block = (*per_token, finish, state.slots.epoch, nan, ids)
     return DecodeState(kv, slots), block
 
 

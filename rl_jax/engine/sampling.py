@@ -29,6 +29,7 @@ class Sampled(NamedTuple):
     logprobs: jax.Array  # f32[S]
     sampled_logprobs: jax.Array  # f32[S]
     nan: jax.Array  # bool[S] the logits held a NaN or an infinity: the token means nothing
+    support: jax.Array | None = None  # i32[S, K] most likely first, -1 padding
 
 
 def sample(
@@ -38,10 +39,14 @@ def sample(
     temperature: Float[Array, " S"],
     top_p: Float[Array, " S"],
     top_k: Int[Array, " S"],
+    *,
+    support: int = 0,
 ) -> Sampled:
     """One token per row.
 
-    key: u32[S, 2] threefry key data. top_p >= 1 and top_k <= 0 switch a row's filter off.
+    key: u32[S, 2] threefry key data. top_p >= 1 and top_k <= 0 switch a row's filter off. support: K, ids that are
+    returned of what the filters left; all of them in rows with 0 < top_k <= K. 0 = none. Training
+    restricts its own distribution to them, and then both sides speak of the same one.
     """
     logits = logits.astype(jnp.float32)
     greedy = temperature <= 0
@@ -58,7 +63,14 @@ def sample(
         logprobs=_logprob_of(scaled, tokens),
         sampled_logprobs=_logprob_of(filtered, tokens),
         nan=~jnp.isfinite(logits).all(axis=-1),
+        support=_largest(filtered, support) if support else None,
     )
+
+
+def _largest(filtered: jax.Array, num: int) -> jax.Array:
+    values, ids = jax.lax.top_k(filtered, min(num, filtered.shape[-1]))
+    ids = jnp.where(values > -jnp.inf, ids, -1)
+    return jnp.pad(ids, ((0, 0), (0, num - ids.shape[1])), constant_values=-1)
 
 
 def sample_tiled(

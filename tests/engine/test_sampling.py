@@ -1,5 +1,6 @@
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,19 @@ def test_logprobs_are_tempered_and_sampled_logprobs_are_filtered_too():
     np.testing.assert_allclose(out.logprobs, np.log(tempered[[token]] / tempered.sum()), atol=1e-6)
     want = np.log(tempered[[token]] / tempered[[1, 3]].sum())
     np.testing.assert_allclose(out.sampled_logprobs, want, atol=1e-6)
+
+
+def test_support_is_what_the_filters_left_in_order_of_likelihood():
+    out = draw(
+        np.repeat(LOGITS[:1], 2, 0),
+        top_k=np.array([3, 3]),
+        top_p=0.75,
+        by=partial(sample, support=3),
+    )
+    assert out.support.tolist() == [[1, 3, -1]] * 2  # 0.4 and 0.3 of 0.9 reach 0.75
+    out = draw(LOGITS, top_k=2, by=partial(sample, support=2))
+    assert out.support.tolist() == [[1, 3], [0, 1]]
+    assert all(token in ids for token, ids in zip(out.tokens.tolist(), out.support.tolist()))
 
 
 def test_frequencies_follow_the_distribution():
