@@ -103,7 +103,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         if pool is not None:
             stack.callback(lambda: asyncio.run(pool.close()))
         meshes = None if options.dry_run else build_meshes(plan, present_devices(plan))
-        renderer = load_names(settings, plan, resolve)
+        renderer = load_names(settings, plan, resolve, options.mode)
         if pool is not None:
             with progress.phase("environments", "importing them in their worker processes"):
                 prepare_tasks(settings, pool, options.mode)

@@ -47,7 +47,9 @@ def present_devices(plan: MeshPlan) -> list[Any]:
     return devices
 
 
-def load_names(settings: Settings, plan: MeshPlan, resolve: Resolve) -> ChatRenderer:
+def load_names(
+    settings: Settings, plan: MeshPlan, resolve: Resolve, mode: str = "train"
+) -> ChatRenderer:
     """The tokenizer's renderer, once every name of the config can be loaded and its vocabulary lies on the mesh.
 
     Raises ConfigError, here and not when the name is used: then there is a run directory, and servers run.
@@ -59,7 +61,8 @@ def load_names(settings: Settings, plan: MeshPlan, resolve: Resolve) -> ChatRend
     errors = plan.check(
         settings.model, plan.num_devices, settings.learner, settings.engine, tokenizer.vocab_size
     )
-    errors += _role_errors(settings, algorithm, tokenizer.vocab_size)
+    if mode != "eval":
+        errors += _role_errors(settings, algorithm, tokenizer.vocab_size)
     if 0 < settings.model.vocab_size < tokenizer.vocab_size:
         errors.append(
             f"model.vocab_size={settings.model.vocab_size} is below the {tokenizer.vocab_size} tokens of"

@@ -170,7 +170,7 @@ def check(settings: Settings, mode: str = "train") -> list[str]:
     for rule in RULES:
         errors += rule(sound)
     if mode != "eval":
-        errors += _training_errors(sound)
+        errors += [*_training_errors(sound), *role_errors(sound)]
     return [*errors, *_mode_errors(sound, mode), *_mesh_errors(sound)]
 
 
@@ -348,7 +348,6 @@ RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
     _algorithm,
     _batch,
     _schedule,
-    role_errors,
 )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rl_jax import schema
-from rl_jax.config import parse
+from rl_jax.config import ConfigError, parse
 from rl_jax.role_source import find_source, role_errors, vocabulary_error
 from rl_jax.settings import (
     AlgorithmSettings,
@@ -96,6 +96,13 @@ def test_a_teacher_that_does_not_fit_its_pool_is_refused_before_anything_is_buil
     settings = replace(OPD, mesh=mesh, teacher=FrozenSettings(str(teacher), "judge"))
     error, *_ = role_errors(settings)
     assert error.startswith("teacher: mesh pool judge: tensor=3 does not divide")
+
+
+def test_evaluation_needs_no_role():
+    words = ["--config.algorithm.name=opd", "--config.teacher.checkpoint=gone"]
+    assert parse(["--mode=eval", *words]).settings.teacher.checkpoint == "gone"
+    with pytest.raises(ConfigError, match="teacher.checkpoint=gone has no checkpoint"):
+        parse(words)
 
 
 def test_roles_that_are_needed_pass(teacher):
