@@ -24,8 +24,9 @@ MOST_PROGRAMS = 140
 MAX_COLUMNS = 8192  # of a row in registers
 
 
-def fits(rows: int, depth: int, columns: int) -> bool:
-    """Whether a product [rows, depth] x [depth, columns] is whole tiles, few enough."""
+def fits(shape: tuple[int, ...], columns: int) -> bool:
+    """Whether a product of x [rows, depth] with w [depth, columns] is whole tiles, few enough."""
+    rows, depth = shape
     return rows <= MOST_ROWS and rows % ROWS == 0 and depth % 128 == 0 and columns % COLUMNS == 0
 
 

@@ -5,7 +5,7 @@ row. Each layer writes its k, v to (row of the request, position) of the cache, 
 tiles: the packed queries of one request are cut into tiles of `tile` queries, and each tile reads
 its own request's cache row, masked by position. Per-tile reads cost C/tile copies of a cache row
 and no work between requests. `generate` makes several decode steps in one dispatch, layers written
-out, one KV buffer per layer.
+out, one KV buffer per layer; where the device has kernels for a whole layer, the layers run by them (FusedAttend).
 Padding never writes: its row index is out of range and the scatter drops it (mode="drop").
 Invariants: a token's KV and logits depend on its own request only, on CPU down to the bits:
 - Not on the slot, the place in the chunk, the neighbours, the block size, how a context is cut into
@@ -172,14 +172,14 @@ def decode_step(
 
 def split_product(x: jax.Array, w: jax.Array, *, interpret: bool) -> jax.Array:
     """x @ w in parts, by the kernel for few rows; in one part by XLA for many."""
-    if fits(*x.shape, w.shape[1]):
+    if fits(x.shape, w.shape[1]):
         return split_matmul(x, w, interpret=interpret)
     return (x @ w)[None]
 
 
 def gated_product(x: jax.Array, w: jax.Array, *, interpret: bool) -> jax.Array:
     """FusedAttend.gated, by the kernel for few rows."""
-    if fits(*x.shape, w.shape[2]):
+    if fits(x.shape, w.shape[2]):
         return gated_matmul(x, w, interpret=interpret)
     both = jnp.einsum("sd,dcf->scf", x, w)
     return jax.nn.silu(both[:, 0]) * both[:, 1]

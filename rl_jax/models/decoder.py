@@ -71,7 +71,7 @@ class Attention(nnx.Module):
     ) -> Float[Array, "P S D"]:
         """The packed form of a decode step, in parts to be summed."""
         w, out = self.query_key_value[...], self.out[...]
-        if self.query_norm is None:
+        if self.query_norm is None or self.key_norm is None:
             product = attend.product(h, w.reshape(len(w), -1))
             product = product.reshape(*product.shape[:2], *w.shape[1:])
             bias = self.query_key_value_bias

@@ -242,6 +242,15 @@ def test_after_warmup_nothing_compiles_and_the_state_is_updated_in_place(tiny, k
     assert stats.alias_size_in_bytes >= engine.spec.num_bytes  # the donated cache is the new one
 
 
+def test_a_block_holds_no_second_cache(tiny, kit):
+    engine = kit.make_engine(tiny[0], context=4096, steps_per_block=1)
+    shapes = jax.eval_shape(lambda: (engine.zero_params(), engine.init_state()))
+    stats = engine._generate.lower(*shapes).compile().memory_analysis()
+    assert stats.alias_size_in_bytes >= engine.spec.num_bytes
+    one_layer = engine.spec.num_bytes / 2  # the plain form turns the keys of a layer at a time
+    assert stats.temp_size_in_bytes < one_layer + 1e6
+
+
 def test_padded_requests_write_nothing(engine, params, kit, rng):
     state = kit.append_all(engine, params, engine.init_state(), [0], [context_of(rng, 30)])
     before = jax.tree.map(np.array, state.kv)
