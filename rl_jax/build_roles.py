@@ -22,6 +22,7 @@ import jax
 from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.learner.critic import Critic
 from rl_jax.learner.learner import Learner
+from rl_jax.learner.reward_model import RewardModel
 from rl_jax.learner.roles import Roles
 from rl_jax.learner.rows import Rows
 from rl_jax.learner.scorer import FrozenPolicy, Scorer
@@ -46,14 +47,11 @@ class Setting:
     run: Path  # the run directory
     resolve: Callable[[str, Mapping[str, Any]], Any]
     note: Callable[[str], None]
+    max_rows: int  # most rows of a step's batch: one trajectory a row
+    temperature: float  # at which log-probs are taken
 
 
-def max_rows(settings: Settings) -> int:
-    """Most rows of a step's batch: one trajectory a row."""
-    return settings.rollout.batch_groups * settings.rollout.group_size
-
-
-def make_roles(job: Setting, policy: Learner, mode: str) -> Roles:
+def make_roles(job: Setting, policy: Learner | RewardModel, mode: str) -> Roles:
     """The policy, and its critic where the algorithm needs one; without weights."""
     if mode not in TRAINING or "values" not in policy.algorithm.needs:
         return Roles(policy)
@@ -73,7 +71,7 @@ def make_roles(job: Setting, policy: Learner, mode: str) -> Roles:
         ),
         value_clip=c.value_clip,
         updates=c.updates,
-        max_rows=max_rows(settings),
+        max_rows=job.max_rows,
         total_steps=settings.steps * c.updates or c.warmup_steps + 1,
         dump_dir=job.run / "quarantine",
     )
@@ -116,10 +114,8 @@ def _frozen(job: Setting, policy: Learner, where: str, source: RoleSource) -> Fr
             size = source.model.vocab_size or model.vocab_size
             model = job.resolve(source.model.family, MODELS)(source.model, size)
         rules = job.plan.role(pool, source.model).rules
-        rows = Rows(
-            model, job.meshes.roles[pool], rules, settings.learner, max_rows=max_rows(settings)
-        )
-        scorer = Scorer(rows, rows.log_probs(settings.rollout.temperature))
+        rows = Rows(model, job.meshes.roles[pool], rules, settings.learner, max_rows=job.max_rows)
+        scorer = Scorer(rows, rows.log_probs(job.temperature))
     rows = scorer.rows
     weights = {
         name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows.param_shardings[name])

@@ -24,7 +24,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rl_jax import schema
-from rl_jax.algorithms.options import resolved
+from rl_jax.algorithms.options import learns_from_rows, resolved
 from rl_jax.overrides import Override, parse_overrides, resolve
 from rl_jax.settings import Settings
 from rl_jax.validate import MODES, check, foreign_packages
@@ -100,6 +100,13 @@ def parse(argv: Sequence[str]) -> Parsed:
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
     return Parsed(_filled(settings), options)
+
+
+def plays_episodes(parsed: Parsed) -> bool:
+    """Whether the run needs the environments: not to train on saved episodes, nor on rows of a file."""
+    settings, mode = parsed.settings, parsed.options.mode
+    reads = mode == "train" and learns_from_rows(settings.algorithm, settings.data)
+    return mode != "train_only" and not (reads and settings.data.path)
 
 
 def _filled(settings: Settings) -> Settings:

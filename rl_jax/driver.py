@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+from rl_jax.data.corpus import Rows
 from rl_jax.guards import Guards, GuardTripped, alarm_metrics
 from rl_jax.learner.batch import Batch, pack, with_advantages
-from rl_jax.metrics import Metric
+from rl_jax.metrics import Metric, merge_rows
 from rl_jax.rollout.buffer import Interrupted
 from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.settings import Settings
@@ -53,6 +54,8 @@ class Parts:
     checkpointer: Any
     recorder: Any  # rl_jax.recorder.Recorder: metrics, progress, traces
     evaluations: Mapping[str, Sequence[Any]]  # name -> pinned tasks
+    stream: Any = None  # of a supervised run: rl_jax.data.stream.ExampleStream
+    held_out: Rows = ()  # its rows that are not trained on
 
 
 @dataclass
@@ -61,7 +64,7 @@ class DriverState:
 
     version: int = 0
     algorithm: Any = None
-    # name -> {"first": success, "last": success}
+    # name -> {"first": success, "last": success}; of a supervised run: name of a held-out figure -> its values
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluated: int = -1  # the version that was evaluated last, all of it
 
@@ -125,6 +128,27 @@ class Driver:
                 self._or_stop(step, partial(self._replay_step, groups))
             self.save()
         return self.state
+
+    def fit(self) -> DriverState:
+        """A supervised run: learner steps on rows of the stream; no servers, nothing sampled.
+
+        Raises Preempted, and what stream.next and learner.step raise.
+        """
+        cfg, state = self.settings, self.state
+        with on_sigterm(self._ask_stop):
+            if not state.evaluations:
+                self.measure("first")
+            elif self._is_evaluation_due() and state.evaluated < state.version:
+                self.measure("last")  # a stop cut it short
+            for step in range(state.version + 1, cfg.steps + 1):
+                self._or_stop(step, self._fit_step)
+                if self._is_evaluation_due():
+                    self.measure("last")
+                if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
+                    self.save()
+            self.measure("last")
+            self.save()
+        return state
 
     def step(self, step: int) -> None:
         """One turn of the loop: version step-1 -> step."""
@@ -203,6 +227,30 @@ class Driver:
             state.evaluations[name].setdefault("last", success)
         state.evaluated = state.version
 
+    def measure(self, when: str) -> None:
+        """What evaluate is to a supervised run: the algorithm's figures of all held-out rows at the current weights.
+
+        Counts when it is done: what a stop cut short is done again by a resume.
+        """
+        p, state, size = self.parts, self.state, self.settings.data.batch_rows
+        clock, found = Stopwatch(), []
+        for start in range(0, len(p.held_out), size):
+            if self._is_stopping():
+                self._save_and_stop(f"in the evaluation of version {state.version}")
+            groups = [p.held_out[i] for i in range(start, min(start + size, len(p.held_out)))]
+            batch = pack(groups, self.settings.learner, p.learner.balance)
+            extras = p.learner.score(batch, p.algorithm.measured)
+            found.append(p.algorithm.measure(groups, _per_member(batch, groups, extras)))
+        if found:
+            figures = merge_rows(found)
+            clock.lap("time/eval_s.held_out")
+            p.recorder.held_out(state.version, figures, clock.metrics()["time/eval_s.held_out"])
+            for name, metric in figures.items():
+                value = metric.sum / metric.count
+                state.evaluations.setdefault(name, {})[when] = value
+                state.evaluations[name].setdefault("last", value)
+        state.evaluated = state.version
+
     def save(self) -> None:
         p = self.parts
         extra = {
@@ -213,6 +261,8 @@ class Driver:
         }
         if p.rollout is not None:
             extra.update(p.rollout.position(), ledger_seq=p.ledger.seq)
+        if p.stream is not None:
+            extra.update(rows=p.stream.state(), supervised=self.settings.algorithm.name)
         with p.recorder.doing(f"the save of version {self.state.version}"):
             p.checkpointer.save(self.state.version, p.learner.state, extra)
             p.checkpointer.wait()
@@ -251,6 +301,23 @@ class Driver:
             self.parts.recorder.alarm(step, alarm)
         if fatal := [alarm.line for alarm in alarms if alarm.is_fatal]:
             raise GuardTripped(f"step {step}: {'; '.join(fatal)}")
+
+    def _fit_step(self, step: int) -> None:
+        p, clock = self.parts, Stopwatch()
+        groups = p.stream.next()
+        clock.lap("time/wait_for_batch_s")
+        with p.recorder.doing(f"the update of step {step}"):
+            batch = self.make_batch(groups)
+            clock.lap("time/batch_s")
+            learned = dict(p.learner.step(batch, version=step - 1))
+        clock.lap("time/train_s")
+        self.state.version = step
+        loss, figures = learned.pop("policy/loss"), {}
+        if p.algorithm.measured <= batch.extras.keys():  # at step start
+            figures = p.algorithm.measure(groups, _per_member(batch, groups, batch.extras))
+        figures.setdefault(p.algorithm.loss_name, loss)
+        seen = {"data/epoch": Metric(p.stream.epoch, 1)}
+        p.recorder.fitted(step, {**learned, **figures, **seen, **clock.metrics()})
 
     def _or_stop(self, step: int, act: Callable[[int], None]) -> None:
         """SIGTERM ends a run of any mode between two steps or while it waits for a batch, after a save."""
@@ -300,6 +367,14 @@ class Stopwatch:
     def metrics(self) -> dict[str, Metric]:
         laps = {**self._laps, "time/step_s": self._last - self._start}
         return {name: Metric(seconds, 1) for name, seconds in laps.items()}
+
+
+def _per_member(
+    batch: Batch, groups: Sequence[Group], extras: Mapping[str, Any]
+) -> dict[str, list]:
+    """Extras f32[B, T] as one array a trajectory."""
+    num_members = sum(len(group.trajectories) for group in groups)
+    return {name: batch.gather(array, num_members) for name, array in extras.items()}
 
 
 def _sync_metrics(result: SyncResult) -> dict[str, Metric]:

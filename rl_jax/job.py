@@ -1,9 +1,10 @@
 """One job: the parts of a config, built in order, run in a mode, closed in reverse.
 
-Life of `run`: 1 The devices are counted and the environments' tasks read; nothing is written before all is known to
-fit (preflight.py). 2 The run directory is opened. 3 Model and learner; weights from a checkpoint, or fresh and
-warm-started on scripted episodes. 4 Servers, router, rollout, sync. 5 The Driver, in the mode asked for. 6 summary.json
-and the report; everything is closed, whatever happened.
+Life of `run`: 1 The devices are counted, the environments' tasks and a supervised run's rows read; nothing is written
+before all is known to fit (preflight.py, supervised.py). 2 The run directory is opened. 3 Model and learner; weights
+from a checkpoint, or fresh and warm-started on scripted episodes. 4 Servers, router, rollout, sync; none where rows
+alone are trained on. 5 The Driver, in the mode asked for. 6 summary.json and the report; everything is closed, whatever
+happened.
 Must not: decide the order of a step (driver.py), or check a value that config.parse could check.
 """
 
@@ -12,21 +13,24 @@ import contextlib
 import gc
 import importlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from rl_jax import report
 from rl_jax.algorithms import ALGORITHMS
+from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.backend import BackendError
-from rl_jax.build_roles import Setting, make_roles, max_rows, open_roles
+from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.cluster import InProcCluster, ServersNotReady
 from rl_jax.config import ConfigError, Parsed, resolved_python
-from rl_jax.driver import Driver, DriverState, Parts, Preempted, SyncFailed, on_sigterm
+from rl_jax.data.corpus import Corpus
+from rl_jax.data.rows import DataError
+from rl_jax.data.stream import ExampleStream
+from rl_jax.driver import Driver, Parts, Preempted, SyncFailed, on_sigterm
 from rl_jax.guards import GuardTripped
 from rl_jax.learner.batch import BatchError
 from rl_jax.learner.learner import Learner
@@ -49,10 +53,19 @@ from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.scripted import ScriptError
 from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.rollout.tasks import TaskError, TaskStream
-from rl_jax.rollout.traces import TraceError, read_groups
+from rl_jax.rollout.traces import TraceError
 from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.run_dir import RunDir
 from rl_jax.settings import AlgorithmSettings, Settings
+from rl_jax.start import make_learner, saved_batches, saved_steps, starting_point
+from rl_jax.supervised import (
+    make_trained,
+    play_rows,
+    read_rows,
+    remember_reference,
+    rows_of_step,
+    with_steps,
+)
 from rl_jax.tokens import ChatRenderer
 from rl_jax.types import Group, Task
 from rl_jax.warm_start import warm_start
@@ -70,6 +83,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (TaskError, 3),
     (TraceError, 3),
     (BatchError, 3),
+    (DataError, 3),
     (FileNotFoundError, 3),
     (EnvError, 4),
     (EnvBudgetExhausted, 4),
@@ -107,10 +121,16 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         if pool is not None:
             with progress.phase("environments", "importing them in their worker processes"):
                 prepare_tasks(settings, pool, options.mode)
-        else:
-            _saved_steps(settings)
+        elif options.mode == "train_only":
+            saved_steps(settings)
+        corpus = None
+        if options.mode == "train" and learns_from_rows(settings.algorithm, settings.data):
+            corpus = read_rows(settings, renderer)
+            settings = with_steps(settings, corpus)
+            progress.total_steps = settings.steps
         if meshes is None:
-            return report.dry_run(parsed, plan, renderer, pool, resolve)
+            parsed = replace(parsed, settings=settings)
+            return report.dry_run(parsed, plan, renderer, pool, resolve, corpus)
         files = {"config.resolved.py": resolved_python(settings)}
         run_dir = RunDir.open(options.run_dir, settings, options.resume, files)
         stack.callback(run_dir.close)
@@ -122,7 +142,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         progress.note(plan.describe())
         job = Job(
             replace(settings, run_id=run_dir.run_id),
-            plan, meshes, run_dir, progress, renderer, pool, resolve, stack,
+            plan, meshes, run_dir, progress, renderer, pool, resolve, stack, corpus,
         )  # fmt: skip
         run_dir.status("running", mode=options.mode)
         try:
@@ -166,6 +186,7 @@ class Job:
     pool: EnvPool | None
     resolve: Resolve
     stack: contextlib.ExitStack  # closes what was opened, in reverse
+    corpus: Corpus | None = None  # of data.path, where the run is supervised
 
 
 def _run_mode(job: Job, mode: str) -> None:
@@ -178,11 +199,14 @@ def _run_mode(job: Job, mode: str) -> None:
         settings.model, settings.model.vocab_size or job.renderer.tokenizer.vocab_size
     )
     algorithm = job.resolve(settings.algorithm.name, ALGORITHMS)(settings.algorithm)
-    learner = make_learner(job, model, algorithm)
-    roles = make_roles(_setting(job), learner, mode)
-    state, extra, source = _starting_point(job, checkpointer, roles, mode)
+    setting, decision = _setting(job, mode), job.run_dir.decision
+    if mode == "train" and learns_from_rows(settings.algorithm, settings.data):
+        return _fit(job, setting, model, algorithm, checkpointer, recorder)
+    learner = make_learner(setting, model, algorithm)
+    roles = make_roles(setting, learner, mode)
+    state, extra, source = starting_point(setting, decision, checkpointer, roles, mode)
     if mode == "train_only":
-        open_roles(_setting(job), roles, mode, source)
+        open_roles(setting, roles, mode, source)
         parts = Parts(roles, None, None, None, None, algorithm, checkpointer, recorder, {})
         driver = Driver(parts, settings, state)
         driver.replay(saved_batches(settings, after=state.version))
@@ -193,9 +217,10 @@ def _run_mode(job: Job, mode: str) -> None:
         cluster.start()  # they compile from now on, beside all that follows
         parts = _live_parts(job, cluster, roles, algorithm, checkpointer, recorder, extra)
         driver = Driver(parts, settings, state)
-        if mode == "train" and not extra and settings.warm_start.steps:
+        is_fresh = decision.resume_from is None
+        if mode == "train" and is_fresh and settings.warm_start.steps:
             _warm_start(job, model, learner, parts, recorder)
-        open_roles(_setting(job), roles, mode, source)
+        open_roles(setting, roles, mode, source)
         _settle(job, cluster)
         if mode == "train":
             driver.run()
@@ -217,70 +242,62 @@ def _import_before_threads() -> None:
         importlib.import_module(name)
 
 
+def _fit(
+    job: Job,
+    setting: Setting,
+    model: Model,
+    algorithm: Any,
+    checkpointer: Checkpointer,
+    recorder: Recorder,
+) -> None:
+    """A supervised run: a learner and a stream of rows; no servers."""
+    settings, progress = job.settings, job.progress
+    corpus = job.corpus
+    if corpus is None:
+        assert job.pool is not None
+        with progress.phase("scripted episodes"):
+            corpus = play_rows(settings, job.pool, job.renderer)
+    progress.note(corpus.describe())
+    job.run_dir.event("data", digest=corpus.digest, **corpus.counts)
+    build = job.resolve(settings.model.family, MODELS)
+    roles = make_roles(setting, make_trained(setting, build, model, algorithm), "train")
+    state, extra, source = starting_point(
+        setting, job.run_dir.decision, checkpointer, roles, "train"
+    )
+    open_roles(setting, roles, "train", source)
+    if roles.frozen:
+        with progress.phase("reference", "the log-probs of every row, once"):
+            remember_reference(roles, corpus, settings)
+    stream = ExampleStream(corpus.train, corpus.digest, settings.data, settings.seed)
+    job.stack.callback(stream.close)
+    if extra:
+        stream.restore(extra["rows"])
+    progress.start_heartbeat(lambda: "rows")
+    parts = Parts(
+        roles, None, None, None, None, algorithm, checkpointer, recorder, {}, stream,
+        corpus.held_out,
+    )  # fmt: skip
+    driver = Driver(parts, settings, state)
+    driver.fit()
+    held_out = driver.state.evaluations
+    recorder.summary({}, {}, held_out=held_out, data=dict(corpus.counts))
+    for line in report.fitted_lines(job.run_dir, settings, driver.state):
+        progress.note(line)
+
+
 # --- the parts ---
 
 
-def make_learner(job: Job, model: Model, algorithm: Any, **changes: Any) -> Learner:
-    """The learner of the plan's train mesh, without weights. changes: of LearnerSettings."""
+def _setting(job: Job, mode: str) -> Setting:
     settings = job.settings
-    assert job.plan.train is not None, "config.parse refuses a plan without a train mesh"
-    # At 0 steps nothing reads the schedule, nor the temperature where greedy sampling is legal (--mode=eval).
-    waits = settings.critic.head_start if "values" in algorithm.needs else 0
-    own_steps = settings.steps - waits if settings.steps else settings.learner.warmup_steps + 1
-    total_steps = changes.pop("total_steps", own_steps)
-    most_rows = changes.pop("max_rows", max_rows(settings))
-    return Learner(
-        model,
-        job.meshes.train,
-        job.plan.train.rules,
-        algorithm,
-        replace(settings.learner, **changes),
-        max_rows=most_rows,
-        temperature=settings.rollout.temperature or 1.0,
-        total_steps=total_steps,
-        dump_dir=job.run_dir.path / "quarantine",
-    )
-
-
-def _starting_point(
-    job: Job, checkpointer: Checkpointer, roles: Roles, mode: str
-) -> tuple[DriverState, dict[str, Any], Path | None]:
-    """Weights into the policy; the driver's state, the checkpoint's extra and its path ({}, None for a fresh start)."""
-    decision = job.run_dir.decision
-    source = decision.resume_from
-    if source is None and mode == "train_only":
-        source = _replay_start(job.settings)
-    if source is None:
-        roles.policy.init(jax.random.key(job.settings.seed))
-        return DriverState(), {}, None
-    if source.parent == checkpointer.directory and not decision.is_exact:
-        newest = checkpointer.latest()  # what does not verify is set aside, loudly
-        if newest is None:
-            raise CheckpointError(
-                f"no checkpoint in {checkpointer.directory} verifies; start anew in another --run_dir"
-            )
-        source = checkpointer.directory / f"step_{newest}"
-    reader = Checkpointer(source.parent.parent, job.settings.checkpoint)
-    step = int(source.name.removeprefix("step_"))
-    abstract = roles.abstract_state(has_critic=reader.holds(step, "critic/"))
-    state, extra = reader.restore(step, abstract, subset=True)
-    roles.load(state)
-    driver_state = DriverState(
-        version=extra["version"],
-        algorithm=extra["algorithm"],
-        evaluations=extra["evaluations"],
-        evaluated=extra["evaluated"],
-    )
-    job.progress.note(f"resumed from {source}: version {driver_state.version}")
-    for change in decision.changes:
-        job.progress.note(f"changed since: {change}")
-    return driver_state, extra, source
-
-
-def _setting(job: Job) -> Setting:
+    num_rows = settings.rollout.batch_groups * settings.rollout.group_size
+    temperature = settings.rollout.temperature or 1.0  # 0 is legal in --mode=eval, and not read
+    if mode == "train" and learns_from_rows(settings.algorithm, settings.data):
+        num_rows, temperature = rows_of_step(settings), 1.0
     return Setting(
-        job.settings, job.plan, job.meshes, job.run_dir.path, job.resolve, job.progress.note
-    )
+        settings, job.plan, job.meshes, job.run_dir.path, job.resolve, job.progress.note,
+        num_rows, temperature,
+    )  # fmt: skip
 
 
 def _live_parts(
@@ -322,7 +339,7 @@ def _live_parts(
     )  # fmt: skip
     stack.callback(rollout.close)
     rollout.start()
-    if extra:
+    if "stream" in extra:
         ledger.void(extra["version"])
         stream.restore(extra["stream"])
         rollout.issue_again([stream.task(epoch, index) for epoch, index in extra["pending"]])
@@ -364,33 +381,6 @@ def evaluation_tasks(settings: Settings, pool: EnvPool) -> dict[str, Sequence[Ta
     return found
 
 
-def saved_batches(settings: Settings, after: int) -> Iterator[tuple[int, list[Group]]]:
-    """(step, groups) of rollout.replay_dir, ascending, at most `steps` of them, without those up to step `after`, which
-    the weights have seen. Raises FileNotFoundError if the directory has none at all."""
-    root = Path(settings.rollout.replay_dir) / "rollouts"
-    for step in _saved_steps(settings)[: settings.steps]:
-        if step > after:
-            yield step, read_groups(root / f"step_{step}" / "train")
-
-
-def _saved_steps(settings: Settings) -> list[int]:
-    root = Path(settings.rollout.replay_dir) / "rollouts"
-    steps = sorted(int(p.parent.name.removeprefix("step_")) for p in root.glob("step_*/train"))
-    if not steps:
-        raise FileNotFoundError(
-            f"rollout.replay_dir={settings.rollout.replay_dir} has no rollouts/step_N/train; give the directory of a"
-            " run whose metrics.rollouts_every is above 0"
-        )
-    return steps
-
-
-def _replay_start(settings: Settings) -> Path | None:
-    """The checkpoint that the first saved batch was sampled from, if the replayed run kept it."""
-    first = _saved_steps(settings)[0]
-    path = Path(settings.rollout.replay_dir) / "checkpoints" / f"step_{first - 1}"
-    return path if path.is_dir() else None
-
-
 def _recorder(job: Job) -> Recorder:
     writer = MetricsWriter(job.run_dir.path, job.run_dir.attempt)
     job.stack.callback(writer.close)
@@ -411,7 +401,7 @@ def _warm_start(job: Job, model: Model, learner: Learner, parts: Parts, recorder
                 groups += parts.rollout.scripted(tasks, source.script_episodes, source.script_skill)
     sft = job.resolve("sft", ALGORITHMS)(AlgorithmSettings(name="sft"))
     teacher = make_learner(
-        job, model, sft,
+        _setting(job, "train"), model, sft,
         total_steps=cfg.steps, max_rows=cfg.batch_episodes,
         learning_rate=cfg.learning_rate, schedule="cosine", warmup_steps=min(5, cfg.steps - 1),
     )  # fmt: skip

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Progress(settings.steps, settings.metrics.progress, settings.metrics.heartbeat_s)
     try:
         pool = None
-        if options.mode != "train_only":
+        if config.plays_episodes(parsed):
             pool = EnvPool(settings.tasks.sources, settings.rollout, settings.rewards)
             pool.spawn()  # their imports run beside ours
         return importlib.import_module("rl_jax.job").run(parsed, pool, progress, resolve)
@@ -70,7 +70,7 @@ def _set_backend(mesh: MeshSettings, model: ModelSettings) -> None:
 
 def _tell(error: BaseException, code: int) -> int:
     """One line for each thing that is wrong; returns the code."""
-    lines = error.errors if isinstance(error, config.ConfigError) else (str(error),)
+    lines = getattr(error, "errors", (str(error),))
     for line in lines:
         print(f"error: {' '.join(line.split()) or type(error).__name__}", file=sys.stderr)
     return code

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from rl_jax.algorithms import ALGORITHMS, options
+from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.config import ConfigError
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
@@ -113,11 +114,12 @@ def prepare_tasks(settings: Settings, pool: EnvPool, mode: str) -> None:
             errors.append(
                 f"{where}.env={source.env} has no split train, only {', '.join(splits)}; add one to its tasks()"
             )
-        plays = mode == "train" and settings.warm_start.steps and source.script_episodes
+        reads = learns_from_rows(settings.algorithm, settings.data)  # and here not from a file
+        plays = mode == "train" and (settings.warm_start.steps or reads) and source.script_episodes
         if plays and not pool.has_script(source.tag):
             errors.append(
                 f"{where}.script_episodes={source.script_episodes}, but environment {source.env} has no script();"
-                " set it to 0, or warm_start.steps to 0"
+                f" set it to 0{'' if reads else ', or warm_start.steps to 0'}"
             )
     if mode == "eval" and not held_out:
         errors.append(

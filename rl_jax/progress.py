@@ -66,6 +66,10 @@ def format_step(step: int, total: int, row: Row, eta_s: float | None) -> str:
     if values.get("time/step_s"):
         wait = values.get("time/wait_for_batch_s", 0.0) / values["time/step_s"]
     parts += [
+        number("loss", "sft/loss"),
+        number("loss", "preference/loss"),
+        number("accuracy", "preference/accuracy", form=lambda v: f"{v:.0%}"),
+        number("margin", "preference/margin"),
         number("tok/s decode", "perf/decode_tokens_per_s"),
         number("train", "perf/train_tokens_per_s"),
         number("stale", "staleness/mean", "staleness/max"),

@@ -100,6 +100,25 @@ class Recorder:
             success=result.success,
         )
 
+    def fitted(self, step: int, metrics: Mapping[str, Metric]) -> None:
+        """The row and the line of one step of a supervised run."""
+        self.steps += 1
+        row = {**metrics, **self._goodput(metrics)}
+        self._writer.write(step, row)
+        self.progress.step(step, row)
+        self._run_dir.status("running", step=step)
+
+    def held_out(self, version: int, figures: Mapping[str, Metric], seconds: Metric) -> None:
+        """The row and the line of an evaluation on held-out rows."""
+        row = {f"{name}.held_out": metric for name, metric in figures.items()}
+        self._writer.write(version, {**row, "time/eval_s.held_out": seconds})
+        said = ", ".join(f"{name} {metric.mean:.4f}" for name, metric in figures.items())
+        self.progress.note(
+            f"eval   version {version}  held out: {said}",
+            version=version,
+            **{name: metric.mean for name, metric in figures.items()},
+        )
+
     def warm_start(self, step: int, metrics: Mapping[str, Metric]) -> None:
         self._writer.write(step, {"sft/loss": metrics["policy/loss"]})
 
@@ -113,15 +132,19 @@ class Recorder:
         self._run_dir.event(kind, **fields)
 
     def summary(
-        self, evaluations: Mapping[str, Mapping[str, float]], episodes: Mapping[str, int]
+        self,
+        evaluations: Mapping[str, Mapping[str, float]],
+        episodes: Mapping[str, int],
+        **more: Any,
     ) -> dict:
-        """Write and return summary.json."""
+        """Write and return summary.json. more: what a run of its kind adds."""
         out = {
             "steps": self.steps,
             "wall_s": round(time.monotonic() - self._start_s, 3),
             "tasks": {name: dict(value) for name, value in evaluations.items()},
             "mismatch": {"lag0_mean_abs": self._lag0.mean},
             "episodes": dict(episodes),
+            **more,
         }
         path = Path(self._run_dir.path) / SUMMARY
         path.write_text(json.dumps(out, indent=1, allow_nan=False) + "\n", encoding="utf-8")

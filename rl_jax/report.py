@@ -17,7 +17,10 @@ import jax.numpy as jnp
 
 from kernels.kv import KVSpec
 from rl_jax import schema
+from rl_jax.algorithms.options import entry_of
 from rl_jax.config import Parsed
+from rl_jax.data.corpus import Corpus
+from rl_jax.driver import DriverState
 from rl_jax.mesh import MeshPlan
 from rl_jax.mesh.rules import Rules, mesh_axes
 from rl_jax.models import MODELS
@@ -35,9 +38,17 @@ ADAM_MOMENTS = 2
 
 
 def dry_run(
-    parsed: Parsed, plan: MeshPlan, renderer: ChatRenderer, pool: EnvPool | None, resolve
+    parsed: Parsed,
+    plan: MeshPlan,
+    renderer: ChatRenderer,
+    pool: EnvPool | None,
+    resolve,
+    corpus: Corpus | None = None,
 ) -> int:
-    """Print the plan and what it costs; write plan.json into --run_dir if one was given. Returns 0."""
+    """Print the plan and what it costs; write plan.json into --run_dir if one was given. Returns 0.
+
+    corpus: of a supervised run on rows of a file.
+    """
     settings = parsed.settings
     vocab_size = settings.model.vocab_size or renderer.tokenizer.vocab_size
     model: Model = resolve(settings.model.family, MODELS)(settings.model, vocab_size)
@@ -57,6 +68,13 @@ def dry_run(
         "sync_bytes": wire * len(plan.servers),
         "memory": [dict(zip(("pool", "total", "weights", "train", "kv"), row)) for row in rows],
     }
+    if corpus is not None:
+        print(f"{corpus.describe()}; {settings.steps} steps of {settings.data.batch_rows}")
+        report["data"] = {
+            **corpus.counts,
+            "steps": settings.steps,
+            "held_out": len(corpus.held_out),
+        }
     if pool is not None:
         report["tasks"] = _task_report(settings, pool)
         report["round_trips"] = _round_trip_report(settings, renderer, pool)
@@ -128,6 +146,23 @@ def closing_lines(run_dir: Any, mode: str, summary: Mapping[str, Any]) -> list[s
         "  python -m rl_jax.launch --config.rollout.max_staleness=0   # the same loop, synchronous",
     ]
     return lines
+
+
+def fitted_lines(run_dir: Any, settings: Settings, state: DriverState) -> list[str]:
+    """Figures of a supervised run, and what its weights are for."""
+    lines = [f"{settings.algorithm.name}: {state.version} steps"]
+    for name, value in state.evaluations.items():
+        start = f"{value['first']:.4f} -> " if "first" in value else ""
+        lines.append(f"  held-out {name}  {start}{value['last']:.4f}")
+    path = run_dir.path
+    if entry_of(settings.algorithm).rows == "ends":
+        return [*lines, f"the reward model is in {path}/checkpoints/step_{state.version}"]
+    return [
+        *lines,
+        "next:",
+        f"  python -m rl_jax.launch --mode=eval --run_dir={path}",
+        f"  python -m rl_jax.launch --run_dir=runs/rl --resume={path}   # RL from these weights",
+    ]
 
 
 def _task_report(settings: Settings, pool: EnvPool) -> dict[str, Any]:

@@ -27,6 +27,7 @@ CHECKPOINTS, LOGS = "checkpoints", "logs"
 MAY_CHANGE = (
     "run_id",  # "" stands for the stored one
     "steps",
+    "data.epochs",
     "metrics.*",
     "checkpoint.*",
     "cluster.*",

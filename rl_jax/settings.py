@@ -219,6 +219,7 @@ class AlgorithmSettings:
     preference: str | None = None  # dpo: sigmoid | ipo
     beta: float | None = None
     label_smoothing: float | None = None
+    center_coef: float | None = None  # rm: weight of (sum of a pair's rewards)^2; 0 = off
     entropy_coef: float = 0.0
     max_response_tokens: int = 0  # the constant L of seq-mean-token-sum-norm; 0 = engine.context
     overlong_filter: bool = False  # truncated trajectories get an empty loss mask
@@ -227,6 +228,20 @@ class AlgorithmSettings:
     kl: KlSettings = KlSettings()
     overlong: OverlongSettings = OverlongSettings()
     filter: FilterSettings = FilterSettings()
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Rows that an algorithm of rows (sft, dpo, rm) trains on, without servers or rollout."""
+
+    path: str = ""  # JSON lines; a pattern with * for several files; "" = sft: the sources' scripts
+    eval_path: str = ""  # held-out rows, evaluated as eval.every says
+    eval_share: float = 0.0  # or this share of path's rows, drawn by the seed; [0, 1)
+    batch_rows: int = 32  # rows of a step; a pair is one row
+    epochs: int = 0  # passes over the rows, in place of `steps`; 0 = as many as `steps` take
+    shuffle: bool = True
+    train_on: str = "all"  # all | last: which assistant turns of a row
+    too_long: str = "drop"  # drop | truncate | error: rows longer than learner.row_tokens
 
 
 @dataclass(frozen=True)
@@ -352,6 +367,7 @@ class Settings:
     rollout: RolloutSettings = RolloutSettings()
     rewards: RewardSettings = RewardSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
+    data: DataSettings = DataSettings()
     warm_start: WarmStartSettings = WarmStartSettings()
     learner: LearnerSettings = LearnerSettings()
     critic: CriticSettings = CriticSettings()

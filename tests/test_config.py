@@ -442,6 +442,8 @@ def test_every_setting_has_a_rule():
         "run_id",  # a pattern
         "engine.chunk_sizes",  # ascending
         "rollout.replay_dir",  # by mode
+        "data.path",
+        "data.eval_path",  # files, by algorithm and mode
         "cluster.address",  # by backend
         "mesh.name",  # free
         "reference.checkpoint",

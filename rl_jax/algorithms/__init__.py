@@ -23,6 +23,8 @@ class Entry(NamedTuple):
         True  # episodes of one task with each other: rollout.group_size must be above 1
     )
     policy: bool = True  # takes the options that all policy algorithms share (policy.py)
+    # what it learns from rows of data.path: chat | pairs | ends (data/examples.py); "" = it reads none
+    rows: str = ""
 
 
 _SHARED = {
@@ -85,9 +87,14 @@ ALGORITHMS: dict[str, Entry] = {
         _A + "opd:Opd", {**_SHARED, "ratio_max": 2.0}, frozenset({"teacher_logprobs"}), compares=False
     ),
     "dpo": Entry(
-        _A + "dpo:Dpo", _DPO, frozenset({"old_logprobs", "reference_logprobs"}), policy=False
+        _A + "dpo:Dpo", _DPO, frozenset({"old_logprobs", "reference_logprobs"}), policy=False,
+        rows="pairs",
+    ),
+    "rm": Entry(
+        _A + "rm:Rm", {"aggregation": "seq-mean-token-sum", "center_coef": 0.0},
+        frozenset({"rewards"}), policy=False, rows="ends",
     ),
     "sft": Entry(
-        _A + "sft:Sft", {"aggregation": "token-mean"}, compares=False, policy=False
+        _A + "sft:Sft", {"aggregation": "token-mean"}, compares=False, policy=False, rows="chat"
     ),
 }  # fmt: skip

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from rl_jax.metrics import Metric
 from rl_jax.types import Group, Trajectory
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric name -> (sum f32[], count f32[])
@@ -79,4 +80,15 @@ class Algorithm(Protocol):
 
     def token_loss(self, x: LossInputs) -> tuple[Float[Array, "B K"], Sums]:
         """Unreduced loss, minimised; metrics as (sum, count). Runs inside jit."""
+        ...
+
+
+class RowAlgorithm(Algorithm, Protocol):
+    """One that learns from rows (data/), and can say how well it does on rows that it does not train on."""
+
+    measured: frozenset[str]  # extras that measure reads
+    loss_name: str  # of the loss among its figures
+
+    def measure(self, groups: Sequence[Group], extras: Mapping[str, Any]) -> dict[str, Metric]:
+        """Loss and figures of the rows, whatever batch they come in. extras: as advantages()."""
         ...

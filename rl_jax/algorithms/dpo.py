@@ -7,21 +7,25 @@ make pairs of saved or scripted episodes. Needs `old_logprobs` and `reference_lo
 Source: arXiv:2305.18290, arXiv:2310.12036. The loss that is logged is the surrogate, not the pair's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from rl_jax.algorithms import options
-from rl_jax.algorithms.advantages import group_rewards, trains_scored
+from rl_jax.algorithms.advantages import trains_scored
 from rl_jax.algorithms.algorithm import LossInputs, Sums
-from rl_jax.algorithms.preference import pair_slope
+from rl_jax.algorithms.preference import pair_figures, pair_slope, pair_value, pairs_of
 from rl_jax.algorithms.token_losses import reinforce
+from rl_jax.metrics import Metric
 from rl_jax.settings import AlgorithmSettings
 from rl_jax.types import Group, Trajectory
 
 
 class Dpo:
     samples = False  # a pair need not come from the policy
+    measured = frozenset({"old_logprobs", "reference_logprobs"})
+    loss_name = "preference/loss"
 
     def __init__(self, settings: AlgorithmSettings):
         self.settings = options.resolved(settings)
@@ -31,18 +35,14 @@ class Dpo:
         return trains_scored(trajectory, self.settings.overlong_filter)
 
     def select(self, groups: Sequence[Group]):
-        kept = [group for group in groups if self._pair(group) is not None]
+        kept = [group for group in groups if pairs_of([group], self.trains)]
         uids = {group.uid for group in kept}
         return kept, [(group.uid, "no_pair") for group in groups if group.uid not in uids]
 
     def advantages(self, groups: Sequence[Group], extras, state):
         members = [trajectory for group in groups for trajectory in group.trajectories]
         out = [np.zeros(len(member.tokens), np.float32) for member in members]
-        pairs, first = [], 0
-        for group in groups:
-            if (pair := self._pair(group)) is not None:
-                pairs.append((first + pair[0], first + pair[1]))
-            first += len(group.trajectories)
+        pairs = pairs_of(groups, self.trains)
         num_trained = sum(bool(self.trains(m) and m.loss_mask.any()) for m in members)
         scale = num_trained / len(pairs) if pairs else 0.0
         for up, down in pairs:
@@ -63,19 +63,16 @@ class Dpo:
         sums: Sums = {}
         return reinforce(x).loss, sums
 
-    def _pair(self, group: Group) -> tuple[int, int] | None:
-        """(index of the best, of the worst) of the members that train; None if they are equal."""
-        rewards, _, valid = group_rewards([group])
-        open_ = [
-            i
-            for i, m in enumerate(group.trajectories)
-            if valid[i] and self.trains(m) and m.loss_mask.any()
-        ]
-        if not open_:
-            return None
-        order = sorted(open_, key=lambda i: (rewards[i], group.trajectories[i].uid))  # ties: by uid
-        up, down = order[-1], order[0]
-        return (up, down) if rewards[up] > rewards[down] else None
+    def measure(self, groups: Sequence[Group], extras: Mapping[str, Any]) -> dict[str, Metric]:
+        """The pairs' own loss; a reward is beta times the sum of a sequence's log-ratios."""
+        members = [trajectory for group in groups for trajectory in group.trajectories]
+        s, pairs = self.settings, pairs_of(groups, self.trains)
+        ratios = np.array([[self._ratio(i, members, extras) for i in pair] for pair in pairs])
+        ratios = ratios.reshape(-1, 2, 2)  # pair, side, (log-ratio, its step)
+        x = ratios[:, 0, 0] - ratios[:, 1, 0]
+        loss = pair_value(x, beta=s.beta, kind=s.preference, label_smoothing=s.label_smoothing)
+        sums = s.beta * ratios[..., 0] / ratios[..., 1]
+        return pair_figures(loss, sums[:, 0], sums[:, 1])
 
     def _ratio(self, i: int, members: Sequence[Trajectory], extras) -> tuple[float, float]:
         """(log-ratio to the reference as the loss takes it, d of it / d of a token's log-prob)."""

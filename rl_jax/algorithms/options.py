@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rl_jax.algorithms import ALGORITHMS, Entry
-from rl_jax.settings import AlgorithmSettings, CorrectionSettings, KlSettings
+from rl_jax.settings import AlgorithmSettings, CorrectionSettings, DataSettings, KlSettings
 
 OWN_KEYS = tuple(dict.fromkeys(key for entry in ALGORITHMS.values() for key in entry.defaults))
 
@@ -34,6 +34,7 @@ INTERVALS = {
     "div_high": "(0, inf)",
     "beta": "(0, inf)",
     "label_smoothing": "[0, 0.5]",
+    "center_coef": "[0, inf)",
     "entropy_coef": "[0, inf)",
     "max_response_tokens": "[0, inf)",
     "std_eps": "(0, inf)",
@@ -113,6 +114,15 @@ def needs(settings: AlgorithmSettings) -> frozenset[str]:
     return frozenset(out)
 
 
+def learns_from_rows(settings: AlgorithmSettings, data: DataSettings) -> bool:
+    """Whether --mode=train of these settings is a supervised run: no servers, nothing sampled.
+
+    Always for sft (without data.path on the task sources' scripts) and rm; for dpo where data.path is given.
+    """
+    rows = entry_of(settings).rows
+    return bool(rows) and (bool(data.path) or rows != "pairs")
+
+
 def needed_by(settings: AlgorithmSettings, need: str) -> tuple[str, str]:
     """("key=value" of the setting that asks for it, what to do instead)."""
     if need in entry_of(settings).needs or settings.name not in ALGORITHMS:
@@ -133,6 +143,11 @@ def rules(given: AlgorithmSettings, group_size: int) -> Iterator[str]:
         )
     if known:
         yield from _unread(given, entry)
+    if entry.rows in ("pairs", "ends") and settings.aggregation != "seq-mean-token-sum":
+        yield (
+            f"algorithm.aggregation={settings.aggregation}: the loss of {given.name} is a pair's, whatever its tokens;"
+            " set it to none"
+        )
     if settings.max_response_tokens and settings.aggregation != "seq-mean-token-sum-norm":
         yield (
             f"algorithm.max_response_tokens={settings.max_response_tokens} is read only by aggregation"

@@ -6,12 +6,17 @@ of the two log-ratios, is known on the host from the log-probs at step start. Th
 the log-probs at which the gradient is taken: -A log p with A = -+loss'(x) has exactly the pair's gradient (dpo.py).
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
+
+from rl_jax.algorithms.advantages import group_rewards
+from rl_jax.metrics import Metric
+from rl_jax.types import Group, Trajectory
 
 PREFERENCES = ("sigmoid", "ipo")
 
@@ -79,3 +84,47 @@ def pair_slope(
         )
     wrong = np.exp(-np.logaddexp(0.0, beta * x))  # sigmoid(-beta x)
     return beta * ((1 - label_smoothing) * wrong - label_smoothing * (1.0 - wrong))
+
+
+def pair_value(
+    x: np.ndarray, *, beta: float, kind: str = "sigmoid", label_smoothing: float = 0.0
+) -> np.ndarray:
+    """Host: pair_loss as a function of x, float64[P]; x as pair_slope's."""
+    x = np.asarray(x, np.float64)
+    if kind == "ipo":
+        return np.square(x - 1.0 / (2.0 * beta))
+    right, wrong = np.logaddexp(0.0, -beta * x), np.logaddexp(0.0, beta * x)
+    return (1 - label_smoothing) * right + label_smoothing * wrong
+
+
+def pair_figures(loss: np.ndarray, up: np.ndarray, down: np.ndarray) -> dict[str, Metric]:
+    """What is said of P pairs: their losses f64[P], and the rewards f64[P] of the chosen and the rejected."""
+    return {
+        "preference/loss": Metric.of(loss),
+        "preference/margin": Metric.of(up - down),
+        "preference/accuracy": Metric.of(up > down),
+        "preference/chosen": Metric.of(up),
+        "preference/rejected": Metric.of(down),
+    }
+
+
+def pairs_of(
+    groups: Sequence[Group], trains: Callable[[Trajectory], bool]
+) -> list[tuple[int, int]]:
+    """(best, worst) by reward of each group's members that train, as indices into the members of all groups in order.
+
+    A group whose members are equal has none; ties are broken by uid.
+    """
+    pairs, first = [], 0
+    for group in groups:
+        rewards, _, valid = group_rewards([group])
+        open_ = [
+            i
+            for i, m in enumerate(group.trajectories)
+            if valid[i] and trains(m) and m.loss_mask.any()
+        ]
+        order = sorted(open_, key=lambda i: (rewards[i], group.trajectories[i].uid))
+        if order and rewards[order[-1]] > rewards[order[0]]:
+            pairs.append((first + order[-1], first + order[0]))
+        first += len(group.trajectories)
+    return pairs

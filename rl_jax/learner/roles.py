@@ -1,4 +1,4 @@
-"""The models of one run: the policy that learns, and what its algorithm needs beside it.
+"""The models of one run: the policy (or, alone, the reward model) that learns, and what its algorithm needs beside it.
 
 Owns: which role computes which extra, and the order of a training step: critic, then policy. Roles that nothing needs
 are not here: no weights, no program. The policy alone is an ordinary case.
@@ -17,7 +17,8 @@ from rl_jax.learner.batch import Batch
 from rl_jax.learner.critic import Critic
 from rl_jax.learner.learner import Learner, batch_metrics
 from rl_jax.learner.packing import Balance
-from rl_jax.learner.scorer import FrozenPolicy
+from rl_jax.learner.reward_model import RewardModel
+from rl_jax.learner.scorer import FrozenPolicy, Remembered
 from rl_jax.learner.step import TrainState
 from rl_jax.metrics import Metric
 from rl_jax.models.model import Params
@@ -25,11 +26,11 @@ from rl_jax.models.model import Params
 
 @dataclass
 class Roles:
-    policy: Learner
+    policy: Learner | RewardModel
     critic: Critic | None = None
     head_start: int = 0  # steps of the critic before the policy's first update
     # "reference_logprobs" | "teacher_logprobs" -> who gives them
-    frozen: dict[str, FrozenPolicy] = field(default_factory=dict)
+    frozen: dict[str, FrozenPolicy | Remembered] = field(default_factory=dict)
 
     @property
     def params(self) -> Params:

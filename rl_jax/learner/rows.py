@@ -77,9 +77,11 @@ class Rows:
             hopper=_hopper(self.mesh),
         )
 
-    def values(self) -> ValueForward:
+    def values(self, lookback: int = 1) -> ValueForward:
         """The forward of a value model."""
-        return ValueForward(self.model, self._constrain, self._attention, self.settings.remat)
+        return ValueForward(
+            self.model, self._constrain, self._attention, self.settings.remat, lookback
+        )
 
     def put(self, batch: Batch, version: int) -> dict[str, jax.Array]:
         """The batch on the mesh, as version `version` consumes it. Raises: ValueError if it does not fit."""

@@ -1,9 +1,12 @@
 """Values of the trained tokens without a step: the scoring program, and the frozen policies that use it.
 
+Rows come again, and a frozen policy says the same of them each time: Remembered asks it once a row.
+
 A Scorer is one compiled program; its weights are an argument, so that a frozen policy of the learner's own model on the
 learner's own mesh is scored by the very program that gives old_logprobs.
 """
 
+import hashlib
 from collections.abc import Mapping
 
 import jax
@@ -38,3 +41,45 @@ class FrozenPolicy:
     def score(self, batch: Batch) -> np.ndarray:
         """Log-probs of the trained tokens at the temperature of sampling, f32[B, T]."""
         return self._scorer(self._params, batch)
+
+
+class Remembered:
+    """A frozen policy's scores of rows that come again, a row known by its tokens and what of them is trained.
+
+    Once every row was scored, `close` lets go of the weights.
+    """
+
+    def __init__(self, role: FrozenPolicy):
+        self._role: FrozenPolicy | None = role
+        self._known: dict[bytes, np.ndarray] = {}  # f32 of the trained tokens
+
+    def score(self, batch: Batch) -> np.ndarray:
+        """As FrozenPolicy.score. Raises: RuntimeError for a row that is new after close()."""
+        places = batch.gather(
+            np.arange(batch.tokens.size).reshape(batch.tokens.shape), self._most(batch)
+        )
+        rows = [(place, self._key(batch, place)) for place in places if len(place)]
+        if any(key not in self._known for _, key in rows):
+            if self._role is None:
+                raise RuntimeError("a row is new after all were scored and the weights let go")
+            fresh = self._role.score(batch).ravel()
+            for place, key in rows:
+                trained = place[batch.targets_mask.ravel()[place]]
+                self._known.setdefault(key, fresh[trained])
+        out = np.zeros(batch.tokens.size, np.float32)
+        for place, key in rows:
+            out[place[batch.targets_mask.ravel()[place]]] = self._known[key]
+        return out.reshape(batch.tokens.shape)
+
+    def close(self) -> None:
+        """No row is new from now on."""
+        self._role = None
+
+    @staticmethod
+    def _most(batch: Batch) -> int:
+        return int(batch.trajectory_ids.max(initial=-1)) + 1
+
+    @staticmethod
+    def _key(batch: Batch, place: np.ndarray) -> bytes:
+        said = batch.tokens.ravel()[place].tobytes() + batch.targets_mask.ravel()[place].tobytes()
+        return hashlib.blake2b(said, digest_size=16).digest()

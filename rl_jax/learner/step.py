@@ -82,12 +82,17 @@ class Forward:
 
 @dataclass(frozen=True)
 class ValueForward:
-    """The value of the state before each trained token of one microbatch, read where its logits would be."""
+    """A value for each trained token of one microbatch, read `lookback` columns before it.
+
+    1: of the state before the token, where its logits would be (a critic). 0: of the state that it makes (a reward
+    model).
+    """
 
     model: ValueModel
     constrain: Constrain
     attention: RowAttention
     remat: str
+    lookback: int = 1
 
     def cast(self, params: Params) -> Params:
         """The trunk in the compute dtype, once a step."""
@@ -96,8 +101,8 @@ class ValueForward:
     def score(self, params: Params, micro: DeviceBatch) -> jax.Array:
         """f32[R, K], 0 on empty slots."""
         hidden = hidden_states(self, params, micro)
-        before = jnp.maximum(micro["target_index"] - 1, 0)  # an empty slot has column 0
-        picked = jnp.take_along_axis(hidden, before[..., None], axis=1)  # [R, K, D]
+        at = jnp.maximum(micro["target_index"] - self.lookback, 0)  # an empty slot has column 0
+        picked = jnp.take_along_axis(hidden, at[..., None], axis=1)  # [R, K, D]
         return jnp.where(micro["target_mask"], self.model.values(params, picked), 0.0)
 
 

@@ -23,7 +23,7 @@ from rl_jax.models.attention import Attend
 from rl_jax.models.model import Constrain, Model, Params, unconstrained
 from rl_jax.settings import ModelSettings
 
-WEIGHT, BIAS = "value_head.weight", "value_head.bias"
+HEAD = WEIGHT, BIAS = "value_head.weight", "value_head.bias"
 
 
 @dataclass(frozen=True, eq=False)  # by identity, as Model

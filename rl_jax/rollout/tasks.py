@@ -14,12 +14,10 @@ Must not: import an environment (task lists come ready), or wait.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from rl_jax.data.order import epoch_order
 from rl_jax.types import Task
 
 
@@ -139,21 +137,8 @@ class TaskStream:
         indices = grain.MapDataset.range(size).repeat()
         if not self._shuffle:
             return indices
-        order = _epoch_order(self._seed, tag, size)
+        order = epoch_order(f"tasks/{self._seed}/{tag}", size)
         return indices.map_with_index(lambda position, index: int(order(position // size)[index]))
-
-
-def _epoch_order(seed: int, tag: str, size: int) -> Callable[[int], np.ndarray]:
-    """epoch -> i64[size], a permutation; the last two epochs are kept."""
-    key = int.from_bytes(hashlib.sha256(f"tasks/{seed}/{tag}".encode()).digest()[:8], "little")
-
-    @lru_cache(maxsize=2)
-    def order(epoch: int) -> np.ndarray:
-        # A bit generator's raw stream is the same in every numpy, which Generator.permutation's is not.
-        raw = np.random.Philox(key=[key, epoch]).random_raw(size)
-        return np.argsort(raw, kind="stable")
-
-    return order
 
 
 def _digest(tasks: Sequence[Task]) -> str:

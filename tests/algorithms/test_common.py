@@ -15,7 +15,14 @@ from rl_jax.settings import AlgorithmSettings
 from rl_jax.testing.trajectories import fake_group
 from rl_jax.types import Outcome
 
-KNOWN_NEEDS = {"old_logprobs", "reference_logprobs", "teacher_logprobs", "values", "routes"}
+KNOWN_NEEDS = {
+    "old_logprobs",
+    "reference_logprobs",
+    "teacher_logprobs",
+    "values",
+    "rewards",
+    "routes",
+}
 UNBOUNDED = {"kimi"}  # a square pull, no ratio: nothing is clamped
 # The gradient goes through a ratio, which is clamped; elsewhere through log p.
 THROUGH_RATIO = {"grpo", "dr_grpo", "rloo", "opo", "maxrl", "ppo", "reinforce_pp", "reinforce_pp_baseline", "gspo",
@@ -44,6 +51,7 @@ def extras_of(groups):
         "reference_logprobs": [t.logprobs * np.float32(1.1) for t in members],
         "teacher_logprobs": [t.logprobs * np.float32(0.8) for t in members],
         "values": [np.where(t.loss_mask, t.logprobs, 0) for t in members],
+        "rewards": [np.where(t.loss_mask, t.logprobs[-1], 0) for t in members],
     }
 
 

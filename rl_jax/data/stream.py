@@ -1,0 +1,109 @@
+"""ExampleStream: batches of rows in a checkpointable order.
+
+Owns: the position, which is grain's iterator state and the whole of state(). Invariants: each pass gives every row
+exactly once, in an order of its own that depends on the seed and the pass only; a batch may end one pass and begin the
+next, so no row sits out, and its trajectories' uids carry the pass; restore(state()) gives the batches that would have
+come. With data.epochs passes the last batch may be short.
+Several loaders: each takes one `shard` (i, n) of every pass; together they give every row once.
+Must not: render ahead of what its buffer holds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from rl_jax.data.corpus import Rows
+from rl_jax.data.order import epoch_order
+from rl_jax.data.rows import DataError
+from rl_jax.settings import DataSettings
+from rl_jax.types import Group
+
+BUFFERED = 2  # batches rendered ahead
+
+
+class ExampleStream:
+    """One thread at a time. `close` ends its own."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        digest: str,
+        settings: DataSettings,
+        seed: int,
+        shard: tuple[int, int] = (0, 1),
+    ):
+        """digest: of the rows. Raises DataError if a shard has no row."""
+        import grain  # takes seconds and pulls in jax, which those who only read rows must not pay for
+
+        index, num_shards = shard
+        self._size = len(range(index, len(rows), num_shards))
+        if not self._size:
+            raise DataError(f"{len(rows)} rows are too few for {num_shards} loaders; give more")
+        self._rows, self._settings = rows, settings
+        self._about = {"digest": digest, "seed": seed, "shuffle": settings.shuffle,
+                       "batch_rows": settings.batch_rows, "shard": list(shard)}  # fmt: skip
+        order = epoch_order(f"rows/{seed}", len(rows))
+
+        def group(position: int, place: int) -> Group:
+            epoch = position // self._size
+            row = int(order(epoch)[place]) if settings.shuffle else int(place)
+            return in_epoch(rows[row], epoch)
+
+        places = grain.MapDataset.range(len(rows))[index::num_shards]
+        batches = (
+            places.repeat(settings.epochs or None)
+            .map_with_index(group)
+            .batch(settings.batch_rows, batch_fn=list)
+        )
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=BUFFERED)
+        self._iterator = iter(batches.to_iter_dataset(options))
+        self._num_given = 0  # batches
+
+    def next(self) -> list[Group]:
+        """The next batch. Raises DataError behind the last of data.epochs, and what reading a row raises."""
+        try:
+            groups = next(self._iterator)
+        except StopIteration:
+            raise DataError(
+                f"data.epochs={self._settings.epochs} passes are over; raise it to train longer"
+            ) from None
+        self._num_given += 1
+        return groups
+
+    @property
+    def epoch(self) -> float:
+        """Passes given."""
+        given = self._num_given * self._settings.batch_rows / self._size
+        return min(given, float(self._settings.epochs)) if self._settings.epochs else given
+
+    def state(self) -> dict[str, Any]:
+        """JSON: the position, and what the order depends on."""
+        return {**self._about, "batches": self._num_given, "iterator": self._iterator.get_state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where state() was taken. Raises: DataError if the same position would be another row."""
+        for key, value in self._about.items():
+            if state[key] != value:
+                raise DataError(
+                    f"the position in the data was saved with {key} {state[key]}, not {value}: the rows are others;"
+                    " put them back, or start a new run"
+                )
+        self._iterator.set_state(state["iterator"])
+        self._num_given = state["batches"]
+
+    def close(self) -> None:
+        self._iterator.close()
+
+
+def in_epoch(group: Group, epoch: int) -> Group:
+    """The group as of one pass, so that a batch may hold it twice. Its members keep `group` and `index`."""
+    members = tuple(
+        replace(member, uid=f"{epoch}/{member.uid}", epoch=epoch) for member in group.trajectories
+    )
+    return replace(group, uid=f"{epoch}/{group.uid}", epoch=epoch, trajectories=members)
+
+
+def num_steps(num_rows: int, settings: DataSettings) -> int:
+    """Batches of data.epochs passes."""
+    return ceil(num_rows * settings.epochs / settings.batch_rows)

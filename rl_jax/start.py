@@ -1,0 +1,144 @@
+"""Where the weights of a run come from: fresh, its own checkpoint, another run's, or the start of a replay.
+
+Owns: what of a checkpoint is taken. A run goes on from its own with everything in it; so does, in a new directory, a
+fork of one run on episodes from another. Where either trains on rows (RL from sft, rm from sft, sft from sft) a fork
+takes the weights, with a fresh optimizer, from version 0, and no warm start.
+Must not: start anything, or write.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rl_jax.algorithms.options import learns_from_rows
+from rl_jax.build_roles import Setting
+from rl_jax.checkpoint import Checkpointer, CheckpointError
+from rl_jax.driver import DriverState
+from rl_jax.learner.learner import Learner
+from rl_jax.learner.roles import Roles
+from rl_jax.models.model import Model
+from rl_jax.models.value import HEAD
+from rl_jax.resume import Decision, step_of
+from rl_jax.rollout.traces import read_groups
+from rl_jax.settings import Settings
+from rl_jax.types import Group
+
+
+def make_learner(job: Setting, model: Model, algorithm: Any, **changes: Any) -> Learner:
+    """The learner of the plan's train mesh, without weights. changes: of LearnerSettings."""
+    settings = job.settings
+    assert job.plan.train is not None, "config.parse refuses a plan without a train mesh"
+    # At 0 steps nothing reads the schedule.
+    waits = settings.critic.head_start if "values" in algorithm.needs else 0
+    own_steps = settings.steps - waits if settings.steps else settings.learner.warmup_steps + 1
+    total_steps = changes.pop("total_steps", own_steps)
+    most_rows = changes.pop("max_rows", job.max_rows)
+    return Learner(
+        model,
+        job.meshes.train,
+        job.plan.train.rules,
+        algorithm,
+        replace(settings.learner, **changes),
+        max_rows=most_rows,
+        temperature=job.temperature,
+        total_steps=total_steps,
+        dump_dir=job.run / "quarantine",
+    )
+
+
+def starting_point(
+    job: Setting, decision: Decision, checkpointer: Checkpointer, roles: Roles, mode: str
+) -> tuple[DriverState, dict[str, Any], Path | None]:
+    """Weights into the policy; the driver's state, the checkpoint's extra and its path ({}, None for a fresh start)."""
+    source = decision.resume_from
+    if source is None and mode == "train_only":
+        source = _replay_start(job.settings)
+    if source is None:
+        roles.policy.init(jax.random.key(job.settings.seed))
+        return DriverState(), {}, None
+    is_own = source.parent.absolute() == checkpointer.directory
+    if is_own and not decision.is_exact:
+        newest = checkpointer.latest()  # what does not verify is set aside, loudly
+        if newest is None:
+            raise CheckpointError(
+                f"no checkpoint in {checkpointer.directory} verifies; start anew in another --run_dir"
+            )
+        source = checkpointer.directory / f"step_{newest}"
+    reader = Checkpointer(source.parent.parent, job.settings.checkpoint)
+    step = step_of(source)
+    has_critic = reader.holds(step, "critic/")
+    theirs = reader.manifest(step)["extra"].get("supervised", "")
+    reads = mode == "train" and learns_from_rows(job.settings.algorithm, job.settings.data)
+    if not is_own and (reads or theirs):
+        _take_weights(roles, reader, step, theirs)
+        job.note(f"weights of {source}; fresh optimizer, version 0, no warm start")
+        return DriverState(), {}, None
+    state, extra = reader.restore(step, roles.abstract_state(has_critic), subset=True)
+    if is_own and mode == "train" and ("rows" if reads else "stream") not in extra:
+        raise CheckpointError(
+            f"{source} was saved by another mode and holds no position in the data; train from its weights in another"
+            f" --run_dir with --resume={source}"
+        )
+    roles.load(state)
+    driver_state = DriverState(
+        version=extra["version"],
+        algorithm=extra["algorithm"],
+        evaluations=extra["evaluations"] if bool(theirs) == reads else {},
+        evaluated=extra["evaluated"],
+    )
+    job.note(f"resumed from {source}: version {driver_state.version}")
+    for change in decision.changes:
+        job.note(f"changed since: {change}")
+    return driver_state, extra, source
+
+
+def _take_weights(roles: Roles, reader: Checkpointer, step: int, theirs: str) -> None:
+    """The weights alone of another run's checkpoint, whose supervised algorithm is `theirs` ("" = it trained on
+    episodes). Raises: CheckpointError for a reward model where a policy is to start."""
+    model: Any = roles.policy
+    weights = dict(model.abstract_state().params)
+    takes_rewards = any(name in weights for name in HEAD)
+    has_rewards = reader.holds(step, f"params/{HEAD[0]}")
+    if has_rewards and not takes_rewards:
+        raise CheckpointError(
+            f"step_{step} in {reader.directory} is a reward model (algorithm {theirs}), which says nothing; start from"
+            " a policy's checkpoint"
+        )
+    if takes_rewards and not has_rewards:
+        weights = {name: a for name, a in weights.items() if name not in HEAD}
+    tree, _ = reader.restore(step, {"params": weights}, subset=True)
+    if takes_rewards and not has_rewards:
+        model.start(tree["params"])
+    else:
+        model.reset(tree["params"])
+
+
+def saved_batches(settings: Settings, after: int) -> Iterator[tuple[int, list[Group]]]:
+    """(step, groups) of rollout.replay_dir, ascending, at most `steps` of them, without those up to step `after`, which
+    the weights have seen. Raises FileNotFoundError if the directory has none at all."""
+    root = Path(settings.rollout.replay_dir) / "rollouts"
+    for step in saved_steps(settings)[: settings.steps]:
+        if step > after:
+            yield step, read_groups(root / f"step_{step}" / "train")
+
+
+def saved_steps(settings: Settings) -> list[int]:
+    """Of rollout.replay_dir, ascending. Raises FileNotFoundError if there is none."""
+    root = Path(settings.rollout.replay_dir) / "rollouts"
+    steps = sorted(int(p.parent.name.removeprefix("step_")) for p in root.glob("step_*/train"))
+    if not steps:
+        raise FileNotFoundError(
+            f"rollout.replay_dir={settings.rollout.replay_dir} has no rollouts/step_N/train; give the directory of a"
+            " run whose metrics.rollouts_every is above 0"
+        )
+    return steps
+
+
+def _replay_start(settings: Settings) -> Path | None:
+    """The checkpoint that the first saved batch was sampled from, if the replayed run kept it."""
+    first = saved_steps(settings)[0]
+    path = Path(settings.rollout.replay_dir) / "checkpoints" / f"step_{first - 1}"
+    return path if path.is_dir() else None

@@ -1,0 +1,57 @@
+"""Rows as trajectories: which tokens they are, and which of them train."""
+
+import numpy as np
+import pytest
+
+from rl_jax.data.examples import ExampleRules, make_example, render
+from rl_jax.data.rows import Row
+from rl_jax.tokens import ByteTokenizer, ChatRenderer
+from rl_jax.types import Message
+
+TOKENIZER = ByteTokenizer()
+RENDERER = ChatRenderer(TOKENIZER)
+TALK = (
+    Message("system", "be brief"),
+    Message("user", "2+2"),
+    Message("assistant", "4"),
+    Message("tool", "<|assistant|>5"),  # content never makes a header
+    Message("user", "sure?"),
+    Message("assistant", "yes"),
+    Message("assistant", "very"),
+)
+
+
+@pytest.mark.parametrize(
+    "num_prompt, train_on, trained",
+    [(0, "all", "4<|end|>yes<|end|>very<|end|>"), (0, "last", "very<|end|>"),
+     (3, "all", "yes<|end|>very<|end|>"), (6, "last", "very<|end|>")],
+)  # fmt: skip
+def test_trained_are_the_assistants_words_and_their_ends_alone(num_prompt, train_on, trained):
+    tokens, mask, turn_ids = render(TALK, num_prompt, RENDERER, train_on)
+    assert TOKENIZER.decode(tokens[mask]) == trained
+    assert (
+        TOKENIZER.decode(tokens)
+        == "<|bos|><|system|>be brief<|end|><|user|>2+2<|end|><|assistant|>4<|end|>"
+        "<|tool|><|assistant|>5<|end|><|user|>sure?<|end|><|assistant|>yes<|end|><|assistant|>very<|end|>"
+    )
+    assert turn_ids[0] == -1 and list(np.unique(turn_ids)) == [-1, 0, 1, 2]
+    assert TOKENIZER.decode(tokens[turn_ids == 0]) == "4<|end|>"
+
+
+def test_tokens_are_those_a_policy_meets_in_rollout():
+    """The context of the last turn: first() and next() round what was sampled."""
+    tokens, _, _ = render(TALK[:6], 0, RENDERER)
+    context = [*RENDERER.first(TALK[:2]), *TOKENIZER.encode("4"), TOKENIZER.end]
+    context += [*RENDERER.next(TALK[3:5], closed=True)]
+    assert tokens.tolist() == [int(t) for t in [*context, *TOKENIZER.encode("yes"), TOKENIZER.end]]
+
+
+def test_reward_models_train_the_last_token_even_of_what_was_cut():
+    row = Row((TALK[:3], TALK[:2] + (Message("assistant", "four"),)), 2)
+    whole = make_example(row, 0, RENDERER, ExampleRules("ends", "all", 99))
+    cut = make_example(row, 0, RENDERER, ExampleRules("ends", "all", 18))
+    for example, size in ((whole, None), (cut, 18)):
+        for member in example.group.trajectories:
+            assert np.flatnonzero(member.loss_mask).tolist() == [len(member.tokens) - 1]
+            assert size is None or len(member.tokens) <= size
+    assert cut.is_cut and not whole.is_cut and whole.trains

@@ -1,0 +1,118 @@
+"""What a line of a data file may say, and the one line that each bad one gets."""
+
+import json
+
+import pytest
+
+from rl_jax.data.corpus import read_corpus
+from rl_jax.data.examples import ExampleRules
+from rl_jax.data.rows import DataError, parse_row
+from rl_jax.settings import DataSettings
+from rl_jax.tokens import ByteTokenizer, ChatRenderer
+
+RENDERER = ChatRenderer(ByteTokenizer())
+CHAT, PAIRS = ExampleRules("chat", "all", 32), ExampleRules("pairs", "all", 32)
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+
+
+def read(path, *rows, rules=CHAT, **settings):
+    """Rows: objects, or lines as they stand."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return read_corpus(DataSettings(path=str(path), **settings), RENDERER, rules, seed=0)
+
+
+def test_forms_of_a_prompt_and_of_an_answer_say_the_same():
+    forms = [
+        {"messages": [USER, ASSISTANT]},
+        {"prompt": "hi", "completion": "ho", "source": "other keys are the row's own"},
+        {"prompt": [USER], "completion": [{**ASSISTANT, "tool_calls": None}]},
+    ]
+    said = [parse_row(json.dumps(form).encode(), "chat").conversations for form in forms]
+    assert said[0] == said[1] == said[2]
+    pair = {"messages": [USER], "chosen": "ho", "rejected": [ASSISTANT, USER, ASSISTANT]}
+    up, down = parse_row(json.dumps(pair).encode(), "pairs").conversations
+    assert up == said[0][0] and len(down) == 4
+
+
+BAD = [
+    (CHAT, "{", "is no JSON"),
+    (CHAT, "[1]", "is a list, no object; write"),
+    (CHAT, {"message": [USER]}, "has the keys message but no prompt; write"),
+    (CHAT, {"prompt": "hi"}, "has the keys prompt but no completion"),
+    (CHAT, {"messages": []}, "messages is empty; it must be a list of messages"),
+    (CHAT, {"messages": "hi"}, "messages is a text; it must be a list"),
+    (CHAT, {"prompt": 1, "completion": "ho"}, "prompt is a number; it must be a text or a list"),
+    (CHAT, {"messages": [USER]}, "ends with a message of the user, which nothing answers"),
+    (CHAT, {"messages": [ASSISTANT]}, "begins with the assistant; give it something to answer"),
+    (CHAT, {"messages": [USER, "ho"]}, "messages[1] is a text"),
+    (CHAT, {"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role is 'bot'; use one of system"),
+    (CHAT, {"messages": [USER, {"role": "assistant", "content": None}]}, "[1].content is null; it must be a text"),
+    (CHAT, {"messages": [USER, {**ASSISTANT, "weight": 0}]}, "[1] has weight, which the chat format cannot"),
+    (PAIRS, {"prompt": "hi", "chosen": "a"}, "has the keys prompt, chosen but no rejected"),
+    (PAIRS, {"chosen": "a", "rejected": "b"}, "has the keys chosen, rejected but no prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rules, row, told", BAD)
+def test_bad_row_is_told_by_file_and_line(tmp_path, rules, row, told):
+    path = tmp_path / "rows.jsonl"
+    good = {"prompt": "hi", "completion": "ho", "chosen": "ho", "rejected": "no"}
+    with pytest.raises(DataError) as error:
+        read(path, good, "", row, rules=rules)
+    assert len(error.value.errors) == 1
+    assert error.value.errors[0].startswith(f"{path}:3: the row ") and told in str(error.value)
+
+
+def test_many_bad_rows_are_told_together_and_the_rest_counted(tmp_path):
+    with pytest.raises(DataError) as error:
+        read(tmp_path / "rows.jsonl", *["{"] * 8)
+    assert [e.partition(": ")[2][:7] for e in error.value.errors[:5]] == ["the row"] * 5
+    assert error.value.errors[5].endswith("3 more rows are bad")
+
+
+def test_rows_that_are_too_long_are_dropped_cut_or_refused_and_counted(tmp_path):
+    path, short = tmp_path / "rows.jsonl", {"prompt": "hi", "completion": "ho"}
+    long_answer = {"prompt": "hi", "completion": "x" * 40}
+    long_prompt = {"prompt": "x" * 40, "completion": "ho"}  # cut, nothing of it would train
+    rows = short, long_answer, long_prompt
+    dropped = read(path, *rows)
+    assert (len(dropped.train), dropped.counts["too_long"], dropped.counts["cut"]) == (1, 2, 0)
+    assert "3 rows, 2 dropped as too long; 1 to train on" in dropped.describe()
+    cut = read(path, *rows, too_long="truncate")
+    assert (len(cut.train), cut.counts["too_long"], cut.counts["cut"]) == (2, 1, 1)
+    assert len(cut.train[1].trajectories[0].tokens) == 32
+    assert dropped.digest == cut.digest
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:2: the row has 47 tokens, more than.*row_tokens=32"
+    ):
+        read(path, *rows, too_long="error")
+    with pytest.raises(DataError, match=r"has 1 rows and none trains \(1 are longer than"):
+        read(path, long_answer)
+
+
+def test_pair_of_equals_prefers_nothing_and_is_counted(tmp_path):
+    row = {"prompt": "hi", "chosen": "ho", "rejected": "no"}
+    corpus = read(tmp_path / "r", row, {**row, "rejected": "ho"}, rules=PAIRS)
+    assert len(corpus.train) == 1 and corpus.counts["equal"] == 1
+    assert [t.reward.value for t in corpus.train[0].trajectories] == [1.0, 0.0]
+
+
+def test_held_out_rows_are_a_share_drawn_by_the_seed_or_another_file(tmp_path):
+    rows = [{"prompt": f"{i}", "completion": "ho"} for i in range(8)]
+    corpus = read(tmp_path / "r", *rows, eval_share=0.25)
+    tokens = [g.trajectories[0].tokens[2] for g in (*corpus.train, *corpus.held_out)]
+    assert (len(corpus.train), len(corpus.held_out)) == (6, 2) and len(set(tokens)) == 8
+    again = read(tmp_path / "r", *rows, eval_path=str(tmp_path / "r"))
+    assert (len(again.train), len(again.held_out)) == (8, 8)
+    with pytest.raises(
+        DataError, match="data.eval_share=0.01 of 8 rows is 0, which leaves nothing to evaluate"
+    ):
+        read(tmp_path / "r", *rows, eval_share=0.01)
+
+
+def test_file_that_changes_under_the_run_is_noticed(tmp_path):
+    corpus = read(tmp_path / "r", {"prompt": "hi", "completion": "ho"})
+    (tmp_path / "r").write_text(json.dumps({"prompt": "hi", "completion": "no"}) + "\n")
+    with pytest.raises(DataError, match="was changed while the run reads it"):
+        corpus.train[0]
