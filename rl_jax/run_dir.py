@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rl_jax import schema
+from rl_jax.console import FirstOfAKind
 from rl_jax.resume import (
     CHECKPOINTS,
     CONFIG,
@@ -64,6 +65,7 @@ class RunDir:
         self.num_lost = 0
         self._events = open(self.path / EVENTS, "a", encoding="utf-8")  # noqa: SIM115
         self._handlers: list[logging.Handler] = []
+        self._repeated = FirstOfAKind()
         self._status: tuple[str, float] = ("", -math.inf)  # state, when written
 
     @classmethod
@@ -116,11 +118,12 @@ class RunDir:
     # --- what the run says about itself ---
 
     def start_logging(self) -> None:
-        """From now on the rl_jax loggers write to logs/attempt_k/driver.log, warnings also to stderr."""
+        """From now on the rl_jax loggers write to logs/attempt_k/driver.log, warnings also to stderr (as console.py does)."""
         file = logging.FileHandler(self.logs / "driver.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
         console = logging.StreamHandler()
         console.setLevel(logging.WARNING)
+        console.addFilter(self._repeated)
         console.setFormatter(logging.Formatter("warning: %(message)s"))
         self._handlers = [file, console]
         logger = logging.getLogger("rl_jax")
@@ -166,6 +169,8 @@ class RunDir:
     def close(self) -> None:
         """Release the directory; its files stay."""
         logger = logging.getLogger("rl_jax")
+        for line in self._repeated.rest():
+            LOG.warning(line)
         for handler in self._handlers:
             logger.removeHandler(handler)
             handler.close()

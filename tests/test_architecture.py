@@ -65,6 +65,7 @@ PART = {
     "configs": "config",
     "progress": "metrics",
     "run_dir": "run_dir",
+    "console": "run_dir",
     "resume": "run_dir",
     "driver": "driver",
     "recorder": "driver",
@@ -95,7 +96,7 @@ ONLY_IN = {
 NO_JAX = (
     "rl_jax/__init__.py", "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/schema.py", "rl_jax/config.py",
     "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/role_source.py", "rl_jax/resume.py",
-    "rl_jax/run_dir.py", "rl_jax/metrics.py",
+    "rl_jax/run_dir.py", "rl_jax/console.py", "rl_jax/metrics.py",
     "rl_jax/progress.py", "rl_jax/tokens.py", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
     "rl_jax/mesh/plan.py",
     "rl_jax/configs", "rl_jax/rewards", "rl_jax/rollout", "rl_jax/data", "rl_jax/algorithms/__init__.py",

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from rl_jax.console import FirstOfAKind
 from rl_jax.resume import auto_path, decide, encode
 from rl_jax.run_dir import RunDir, RunDirError
 from rl_jax.settings import EvalSettings, LearnerSettings, Settings
@@ -221,6 +222,33 @@ def test_log_file_holds_what_the_parts_log(tmp_path):
     assert "slot 3 now belongs to r/0/1/2" in (run.logs / "driver.log").read_text()
     logging.getLogger("rl_jax.serve").info("after")
     assert "after" not in (run.logs / "driver.log").read_text()
+
+
+def test_a_repeated_warning_is_shown_once_and_counted_and_the_log_keeps_all(tmp_path, capsys):
+    run = RunDir.open(tmp_path / "r", SETTINGS)
+    run.start_logging()
+    log = logging.getLogger("rl_jax.rollout")
+    for i in range(192):
+        log.warning("episode ERRORED: r/0/%d", i, extra={"kind": "ERRORED (env_error)"})
+    log.warning("of no kind")
+    run.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: episode ERRORED: r/0/0",
+        "warning: of no kind",
+        "warning: 191 more of ERRORED (env_error); the log file has them all",
+    ]
+    assert (run.logs / "driver.log").read_text().count("episode ERRORED: r/0/") == 192
+
+
+def test_a_warning_that_repeats_for_long_is_told_again_with_the_count():
+    now_s = 0.0
+    repeated = FirstOfAKind(clock=lambda: now_s)
+    record = logging.makeLogRecord({"msg": "broken", "kind": "env_error"})
+    assert [repeated.filter(record) for _ in range(3)] == [True, False, False]
+    now_s = 31.0
+    shown = repeated.filter(record)
+    assert shown.getMessage() == "broken (and 2 more of env_error before it)"
+    assert record.getMessage() == "broken" and repeated.rest() == []
 
 
 def test_decide_writes_nothing(tmp_path):

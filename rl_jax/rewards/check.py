@@ -20,6 +20,17 @@ from rl_jax.types import Reward
 ENV_SCORER = "env"  # scorer_version of rewards that are the environment's own
 
 
+class NoReward(float):
+    """A NaN that remembers what stood in its place, as show() tells it: for a value that crossed a process border."""
+
+    said: str
+
+    def __new__(cls, said: str) -> "NoReward":
+        self = super().__new__(cls, math.nan)
+        self.said = said
+        return self
+
+
 def finite(value: Any) -> float | None:
     """The value as a float if it is a finite real number; None for everything else, booleans too."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -39,20 +50,20 @@ def failed(status: str, detail: str, scorer_version: str = "") -> Reward:
 def checked(reward: Any) -> Reward:
     """A scorer's answer, with plain floats; status "schema" and the reason if it is none."""
     if not isinstance(reward, Reward):
-        return failed("schema", f"the scorer gave {_show(reward)}, no Reward")
+        return failed("schema", f"the scorer gave {show(reward)}, no Reward")
     version = reward.scorer_version
     if reward.status in ("timeout", "error", "schema") and reward.value is None:
         return failed(reward.status, reward.detail, version)
     if reward.status != "scored":
         return failed(
-            "schema", f"status {reward.status!r} with value {_show(reward.value)}", version
+            "schema", f"status {reward.status!r} with value {show(reward.value)}", version
         )
     said = {"value": reward.value}
     said |= {f"part {name!r}": part for name, part in reward.parts.items()}
     said |= {f"turn {i}": turn for i, turn in enumerate(reward.turn_values) if turn is not None}
     for what, number in said.items():
         if finite(number) is None:
-            return failed("schema", f"{what} is {_show(number)}, no finite number", version)
+            return failed("schema", f"{what} is {show(number)}, no finite number", version)
     return Reward(
         value=finite(reward.value),
         parts={name: float(part) for name, part in reward.parts.items()},
@@ -71,7 +82,7 @@ def from_steps(step_rewards: Sequence[float | None]) -> Reward:
     for step in step_rewards:
         value = finite(step)
         if value is None:
-            detail = f"reward of step {len(values)} is {_show(step)}, no finite number"
+            detail = f"reward of step {len(values)} is {show(step)}, no finite number"
             return failed("schema", detail, ENV_SCORER)
         values.append(value)
     if not values:
@@ -82,7 +93,16 @@ def from_steps(step_rewards: Sequence[float | None]) -> Reward:
     return Reward(total, {"env": total}, tuple(values), "scored", ENV_SCORER)
 
 
-def _show(value: Any) -> str:
-    """A short repr; what an environment returns may be huge."""
-    is_short = value is None or isinstance(value, bool | int | float | str)
-    return repr(value)[:80] if is_short else type(value).__name__
+def show(value: Any) -> str:
+    """A value and its type, such as `'1.0' (str)`; cut short, as what an environment returns may be huge."""
+    if isinstance(value, NoReward):
+        return value.said
+    kind = type(value).__name__
+    if value is None:
+        return "None"
+    if not isinstance(value, numbers.Real | str):
+        return f"a {kind}"
+    try:
+        return f"{repr(value[:80] if isinstance(value, str) else value)[:82]} ({kind})"
+    except ValueError:  # Python prints no int of more than 4300 digits
+        return f"a huge {kind}"

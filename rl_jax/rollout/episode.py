@@ -87,6 +87,9 @@ class EpisodeTools:
     close_env: Callable[[EnvHandle], Any]  # returns at once: an episode does not wait for it
     renderer: Any  # tokens.ChatRenderer
     count: Callable[[str], None]  # adds 1 to a counter of this name
+    turn_phase: str = (
+        "sampling turn"  # what a turn's maker does, for the lines that say what was awaited
+    )
 
 
 class EpisodeFailed(Exception):
@@ -314,7 +317,7 @@ async def _turn(episode: Episode, tools: EpisodeTools, added: np.ndarray) -> Tur
     while True:
         request = _request(episode, tools, kept)
         try:
-            part = await _generate(episode, tools.sampler, request)
+            part = await _generate(episode, tools, request)
         except TurnError as error:
             if not error.retryable or retried:
                 raise
@@ -343,8 +346,9 @@ async def _turn(episode: Episode, tools: EpisodeTools, added: np.ndarray) -> Tur
     return merge_turns(parts, added, finish)
 
 
-async def _generate(episode: Episode, sampler: Sampler, request: TurnRequest) -> Turn:
-    episode.enter(f"sampling turn {request.turn}")
+async def _generate(episode: Episode, tools: EpisodeTools, request: TurnRequest) -> Turn:
+    sampler = tools.sampler
+    episode.enter(f"{tools.turn_phase} {request.turn}")
     if episode.oldest_version is None:
         episode.oldest_version = sampler.version()
     slack = asyncio.timeout(request.deadline_s + DEADLINE_SLACK_S)

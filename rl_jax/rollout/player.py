@@ -125,7 +125,11 @@ class Player:
         self.counts["episodes/errored"] += 1
         self.counts[f"episodes/errored.{reason}"] += 1
         LOG.warning(
-            "episode ERRORED (%s, charged to %s): %s", reason, failure.charged_to, failure.detail
+            "episode ERRORED (%s, charged to %s): %s",
+            reason,
+            failure.charged_to,
+            failure.detail,
+            extra={"kind": f"episode ERRORED ({reason})"},  # see console.py
         )
         if failure.boundary == "rollout" and failure.kind == "schema":
             self._quarantine(closed, failure)

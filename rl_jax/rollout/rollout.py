@@ -374,7 +374,11 @@ class Rollout:
     def _env_closed(self, closer: asyncio.Task) -> None:
         self._closing.discard(closer)
         if not closer.cancelled() and closer.exception() is not None:
-            LOG.warning("an environment could not be closed: %s", closer.exception())
+            LOG.warning(
+                "an environment could not be closed: %s",
+                closer.exception(),
+                extra={"kind": "environments that could not be closed"},
+            )
             self._count("envs/close_failed")
 
     def _count(self, name: str) -> None:

@@ -133,7 +133,14 @@ async def scripted_episodes(
     def count(name: str) -> None:
         counts[name] += 1
 
-    tools = EpisodeTools(sampler, sampler.open_env, close_env, renderer, count)
+    tools = EpisodeTools(
+        sampler,
+        sampler.open_env,
+        close_env,
+        renderer,
+        count,
+        turn_phase="asking the script for turn",
+    )
     live = asyncio.Semaphore(NUM_LIVE)
 
     async def play(i: int) -> Episode:

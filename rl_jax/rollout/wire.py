@@ -4,18 +4,18 @@ Owns: the encoding (stdlib json, ASCII only, no NaN), and the checks on what an 
 worker, where a 50 MB observation is cut before it is sent.
 
 Invariants: a line is ASCII and ends with its only newline, whatever text it carries; lone surrogates pass as escapes
-and arrive unchanged. A step reward that is no finite number arrives as NaN: rewards.check then calls it "schema".
+and arrive unchanged. A step reward that is no finite number arrives as a NaN that tells what
+the environment gave (rewards.check.NoReward, which that module then calls "schema").
 
 Must not: touch a process or a pipe.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from rl_jax.rewards.check import finite
+from rl_jax.rewards.check import NoReward, finite, show
 from rl_jax.tokens import ROLES
 from rl_jax.types import Action, EpisodeView, Message, Reward, StepResult, Task, ToolCall
 
@@ -120,9 +120,9 @@ def step_to_wire(result: Any, max_obs_bytes: int) -> dict[str, Any]:
     wire: dict[str, Any] = {"m": messages}
     if result.reward is not None:
         reward = finite(result.reward)
-        wire["r"] = "bad" if reward is None else reward
+        wire["r"] = show(result.reward) if reward is None else reward
     if result.done not in (True, False):
-        raise BadObservation(f"done is {type(result.done).__name__}, no bool")
+        raise BadObservation(f"done is {show(result.done)}, no bool")
     if result.done:
         wire["d"] = 1
     if result.state_key is not None:
@@ -141,7 +141,7 @@ def step_from_wire(wire: Mapping[str, Any]) -> StepResult:
     reward = wire.get("r")
     return StepResult(
         messages=tuple([message_from_wire(m) for m in wire["m"]]),
-        reward=math.nan if reward == "bad" else reward,
+        reward=NoReward(reward) if isinstance(reward, str) else reward,
         done=bool(wire.get("d")),
         state_key=wire.get("k"),
         to_agent=wire.get("a", "policy"),
@@ -187,7 +187,7 @@ def _info_to_wire(info: Any) -> dict[str, float]:
     for name, value in info.items():
         number = float(value) if isinstance(value, bool) else finite(value)
         if number is None:
-            raise BadObservation(f"info[{name!r:.80}] is {value!r:.80}, no finite number")
+            raise BadObservation(f"info[{name!r:.80}] is {show(value)}, no finite number")
         out[_name(name, "a key of info")] = number
     return out
 

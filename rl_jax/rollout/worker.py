@@ -72,7 +72,7 @@ class EnvHandle:
         return self._result(await self._call("reset", limit, task=task, seed=self._seed))
 
     async def step(self, action: Action) -> StepResult:
-        """What the action led to; reward NaN if it is no finite number. Raises EnvError, as reset()."""
+        """What the action led to; reward a NoReward (NaN) if it is no finite number. Raises EnvError, as reset()."""
         return self._result(
             await self._call("step", self._pool.step_limit, a=wire.action_to_wire(action))
         )

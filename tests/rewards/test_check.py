@@ -37,12 +37,12 @@ def test_checked_rewards_are_plain_floats():
     "reward, detail",
     [
         (None, "the scorer gave None, no Reward"),
-        (1.0, "the scorer gave 1.0, no Reward"),
+        (1.0, "the scorer gave 1.0 (float), no Reward"),
         (scored(None), "value is None, no finite number"),
-        (scored("1.0"), "value is '1.0', no finite number"),
-        (scored(1.0, {"a": math.nan}), "part 'a' is nan, no finite number"),
-        (scored(1.0, turn_values=(0.0, math.inf)), "turn 1 is inf, no finite number"),
-        (Reward(1.0, {}, (), "error", "v1"), "status 'error' with value 1.0"),
+        (scored("1.0"), "value is '1.0' (str), no finite number"),
+        (scored(1.0, {"a": math.nan}), "part 'a' is nan (float), no finite number"),
+        (scored(1.0, turn_values=(0.0, math.inf)), "turn 1 is inf (float), no finite number"),
+        (Reward(1.0, {}, (), "error", "v1"), "status 'error' with value 1.0 (float)"),
         (Reward(None, {}, (), "fine", "v1"), "status 'fine' with value None"),
     ],
 )
@@ -62,9 +62,18 @@ def test_environment_reward_is_the_sum_of_its_steps():
     assert from_steps([0.0]).value == 0.0 and from_steps([-0.0]).status == "scored"
 
 
-@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
-def test_one_step_without_a_number_makes_the_episode_unscored(bad):
+@pytest.mark.parametrize(
+    "bad, shown",
+    [
+        (None, "None"),
+        (math.inf, "inf (float)"),
+        (True, "True (bool)"),
+        ([1.0], "a list"),
+        pytest.param(10**5000, "a huge int", id="huge"),
+    ],
+)
+def test_one_step_without_a_number_makes_the_episode_unscored(bad, shown):
     reward = from_steps([1.0, bad, 1.0])
     assert (reward.status, reward.value, reward.parts) == ("schema", None, {})
-    assert reward.detail == f"reward of step 1 is {bad}, no finite number"
+    assert reward.detail == f"reward of step 1 is {shown}, no finite number"
     assert from_steps([]).status == "schema"

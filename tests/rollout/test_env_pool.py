@@ -12,11 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl_jax.rollout.episode import EpisodeRules
 from rl_jax.rollout.process import INHERITED
+from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
 from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
 from rl_jax.tokens import ByteTokenizer
 from rl_jax.types import Action, EpisodeView
+from tests.rollout.doubles import RENDERER
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_OBS_BYTES = 1000
@@ -148,7 +151,7 @@ def step_of(bench, fault, at="step"):
             "bad_observation",
             "role is 'developer'; use one of system, user, assistant, tool",
         ),
-        ("nan_info", "step", "bad_observation", r"info\['x'\] is nan, no finite number"),
+        ("nan_info", "step", "bad_observation", r"info\['x'\] is nan \(float\), no finite number"),
     ],
 )
 def test_an_error_ends_one_episode_and_not_the_worker(bench, fault, at, kind, message):
@@ -308,8 +311,12 @@ def test_scripts_solve_by_skill_and_their_errors_are_typed(bench):
 
     assert bench.run(play("good", 1.0)) == ["ant0", "ant0"]
     assert bench.run(play("good", 0.0)) == ["no", "no"]
-    with pytest.raises(EnvError, match="script: RuntimeError"):
-        bench.run(play("raise@script", 1.0))
+    tasks = bench.pool.list_tasks("raise@script", "train")
+    rules = EpisodeRules.of(RolloutSettings(), context=256, turn_deadline_s=5.0)
+    scripted = scripted_episodes(bench.pool, tasks, RENDERER, rules, ScriptPlan(1, 1.0, 0))
+    said = "while asking the script for turn 0: script: RuntimeError"
+    with pytest.raises(ScriptError, match=said):
+        bench.run(scripted)
 
 
 def test_a_closed_handle_says_so(bench):
@@ -371,7 +378,7 @@ UNSCORED = {
     "nan": ("schema", "value is nan"),
     "inf": ("schema", "value is inf"),
     "text": ("schema", "value is '1.0'"),
-    "number": ("schema", "the scorer gave 1, no Reward"),
+    "number": ("schema", "the scorer gave 1 (int), no Reward"),
     "raise": ("error", "score: RuntimeError: the environment is broken"),
     "exit": ("error", "ended with exit code 3"),
     "hang": ("timeout", "took more than rewards.timeout_s=1.5; it was at envs.py"),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_jax.rewards.check import from_steps
 from rl_jax.rollout import wire
 from rl_jax.tokens import ROLES
 from rl_jax.types import Action, EpisodeView, Message, Reward, StepResult, Task, ToolCall
@@ -69,11 +70,21 @@ def test_text_is_cut_at_the_bytes_of_all_messages_together():
     assert cut(4, "aé€") == (["aé\n[cut: 2 of 6 bytes]"], {"truncated_bytes": 2.0})
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, "1.0", True, [1.0], 10**400])
-def test_a_reward_that_is_no_number_arrives_as_nan(reward):
-    assert math.isnan(
-        wire.step_from_wire(cross(wire.step_to_wire(StepResult((), reward), 10))).reward
-    )
+@pytest.mark.parametrize(
+    "reward, shown",
+    [
+        (math.nan, "nan (float)"),
+        (math.inf, "inf (float)"),
+        ("1.0", "'1.0' (str)"),
+        (True, "True (bool)"),
+        ([1.0], "a list"),
+        pytest.param(10**5000, "a huge int", id="huge"),
+    ],
+)
+def test_a_reward_that_is_no_number_arrives_as_nan_and_is_told_as_it_was_given(reward, shown):
+    arrived = wire.step_from_wire(cross(wire.step_to_wire(StepResult((), reward), 10))).reward
+    assert math.isnan(arrived)
+    assert from_steps([arrived]).detail == f"reward of step 0 is {shown}, no finite number"
 
 
 @pytest.mark.parametrize(
@@ -85,11 +96,11 @@ def test_a_reward_that_is_no_number_arrives_as_nan(reward):
         (StepResult(("x",)), "a message or its content is str"),
         (StepResult((Message("user", None),)), "its content is NoneType"),
         (StepResult((Message("robot", "x"),)), "role is 'robot'; use one of"),
-        (StepResult((), done="yes"), "done is str, no bool"),
+        (StepResult((), done="yes"), r"done is 'yes' \(str\), no bool"),
         (StepResult((), state_key="x" * 257), "state_key must be a str of at most 256 characters"),
         (StepResult((), to_agent=3), "to_agent must be a str"),
         (StepResult((), info=[1]), "info must be a mapping"),
-        (StepResult((), info={"x": "y"}), r"info\['x'\] is 'y', no finite number"),
+        (StepResult((), info={"x": "y"}), r"info\['x'\] is 'y' \(str\), no finite number"),
         (StepResult((), info={1: 1.0}), "a key of info must be a str"),
     ],
 )
