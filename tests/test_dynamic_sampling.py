@@ -91,7 +91,7 @@ def test_an_alarm_is_in_every_row_and_once_in_the_events(picky):
 def test_run_that_its_task_or_a_guard_ends_has_its_weights_saved(error):
     saved = []
     parts = SimpleNamespace(
-        learner=SimpleNamespace(state=None), rollout=None, ledger=None,
+        learner=SimpleNamespace(state=None), rollout=None, ledger=None, stream=None,
         checkpointer=SimpleNamespace(save=lambda *what: saved.append(what[0]), wait=lambda: None),
         recorder=SimpleNamespace(event=lambda kind, **fields: None, doing=lambda what: nullcontext()),
     )  # fmt: skip
