@@ -17,14 +17,14 @@ from typing import Any
 
 from rl_jax import schema
 from rl_jax.algorithms import ALGORITHMS, options
-from rl_jax.data.rows import DataError, find_files
+from rl_jax.data.check import data_errors
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
 from rl_jax.progress import PROGRESS_FORMS
 from rl_jax.rewards import REWARDS
 from rl_jax.role_source import NEEDED_ROLE, role_errors
 from rl_jax.rollout.scheduler import SCHEDULERS
-from rl_jax.settings import DataSettings, Settings
+from rl_jax.settings import Settings
 from rl_jax.tokens import TOKENIZERS
 from rl_jax.types import MAX_SUPPORT
 
@@ -178,7 +178,7 @@ def check(settings: Settings, mode: str = "train") -> list[str]:
     reads = mode == "train" and options.learns_from_rows(sound.algorithm, sound.data)
     if mode != "eval":
         errors += [*(() if reads else _training_errors(sound)), *role_errors(sound)]
-    errors += _data_errors(sound, mode)
+    errors += data_errors(sound, options.entry_of(sound.algorithm).rows, mode)
     return [*errors, *_mode_errors(sound, mode), *_mesh_errors(sound)]
 
 
@@ -379,41 +379,6 @@ def _training_errors(s: Settings) -> Iterator[str]:
         )
     if r.top_k == 1:
         yield "rollout.top_k=1 is greedy: its log-probs are all 0 and train nothing; use at least 2, or 0 for all"
-
-
-def _data_errors(s: Settings, mode: str) -> Iterator[str]:
-    """The data section: what the algorithm and the mode do not read is refused."""
-    d, name, rows = s.data, s.algorithm.name, options.entry_of(s.algorithm).rows
-    unread = set(vars(d))
-    if rows and (d.path or rows == "chat"):
-        unread = {"train_on"} if rows == "ends" else set()
-        unread |= set() if d.path else {"eval_path", "train_on", "too_long"}
-    why = f"{name} without data.path" if rows else f"algorithm {name}"
-    for key in sorted(unread):
-        if (value := getattr(d, key)) != getattr(DataSettings(), key):
-            yield f"data.{key}={value} is not read by {why if not d.path or not rows else name}; leave it out"
-    if rows == "ends" and mode != "train":
-        yield f"--mode={mode}: {name} makes a reward model, which plays no episodes; use --mode=train"
-    elif rows == "ends" and not d.path:
-        yield f"algorithm.name={name} learns from pairs; set data.path to a file of JSON lines"
-    if rows and mode == "rollout_only":
-        yield f"--mode=rollout_only: {name} learns from rows; name an algorithm of episodes to sample for"
-    if rows and d.path and mode == "train_only":
-        yield f"data.path={d.path} is not read by --mode=train_only, which reads rollout.replay_dir; leave it out"
-    if d.eval_path and d.eval_share:
-        yield f"data.eval_share={d.eval_share} and data.eval_path={d.eval_path}: hold out by one of them"
-    plays = rows == "chat" and not d.path and mode == "train"
-    if plays and not any(source.script_episodes for source in s.tasks.sources):
-        yield (
-            f"algorithm.name={name} without data.path trains on scripts, but script_episodes of every task source is 0;"
-            " set data.path, or give some"
-        )
-    for key in ("path", "eval_path"):
-        if rows and mode == "train" and (value := getattr(d, key)):
-            try:
-                find_files(f"data.{key}", value)
-            except DataError as error:
-                yield str(error)
 
 
 def _mode_errors(s: Settings, mode: str) -> Iterator[str]:
