@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 from rl_jax import schema
 from rl_jax.algorithms.options import learns_from_rows, resolved
 from rl_jax.overrides import Override, parse_overrides, resolve
+from rl_jax.resume import CONFIG, RunDirError, stored_config
 from rl_jax.settings import Settings
 from rl_jax.validate import MODES, check, foreign_packages
 
@@ -79,11 +80,12 @@ def parse(argv: Sequence[str]) -> Parsed:
     if errors:  # its tables would be read from the wrong place
         raise ConfigError(errors)
     options, overrides = _split_argv(argv, errors)
-    stored = Path(options.run_dir) / "config.json"
+    stored = Path(options.run_dir) / CONFIG
+    is_stored = not options.config_file and bool(options.run_dir) and stored.is_file()
     if options.config_file:
         config = _load(options.config_file, ROOT / "rl_jax" / "configs", errors)
-    elif options.run_dir and stored.is_file():
-        config = _load_stored(stored, errors)
+    elif is_stored:
+        config = _load_stored(stored.parent, errors)
     else:
         config = _load(QUICKSTART, ROOT / "rl_jax" / "configs", errors)
     if options.mesh_file:
@@ -96,7 +98,11 @@ def parse(argv: Sequence[str]) -> Parsed:
     tree = resolve(config, parse_overrides(overrides, errors), errors)
     settings = schema.build(Settings, tree, "", errors)
     told = {error.split("=")[0] for error in errors}
-    errors += [e for e in check(settings, options.mode) if e.split("=")[0] not in told]
+    found = [e for e in check(settings, options.mode) if e.split("=")[0] not in told]
+    if is_stored:  # nobody typed these values
+        typed = {key for key, _ in overrides}
+        found = [e if e.split("=")[0] in typed else f"{e} (it stands in {stored})" for e in found]
+    errors += found
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
     return Parsed(_filled(settings), options)
@@ -266,14 +272,12 @@ def _load(spec: str, library: Path, errors: list[str]) -> ConfigDict | None:
     return config
 
 
-def _load_stored(path: Path, errors: list[str]) -> ConfigDict | None:
+def _load_stored(run_dir: Path, errors: list[str]) -> ConfigDict | None:
     """The config a run directory keeps: data, so that going on with a run needs no config file."""
     try:
-        return ConfigDict(json.loads(path.read_text(encoding="utf-8")), type_safe=False)
-    except (OSError, ValueError, TypeError) as error:
-        errors.append(
-            f"{path}: cannot be read ({error}); name the config file with --config=FILE.py"
-        )
+        return ConfigDict(stored_config(run_dir), type_safe=False)
+    except RunDirError as error:
+        errors.append(str(error))
         return None
 
 

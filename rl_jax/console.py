@@ -1,6 +1,6 @@
 """The terminal's share of the log: the first warning of a kind, then how many more there were.
 
-Owns: `FirstOfAKind`, a filter of the terminal's handler. A warning logged with extra={"kind": name} may come hundreds
+Owns: `FirstOfAKind`, a filter of the terminal's handler, and `WithCount`, its form. A warning logged with extra={"kind": name} may come hundreds
 of times for one cause (a broken environment fails every episode): the first is shown, the others are counted, and the
 count is told with the next one after EVERY_S, and at the end. The log file has no such filter and keeps them all.
 Must not: touch a record without a kind.
@@ -24,8 +24,8 @@ class FirstOfAKind(logging.Filter):
         self._shown_s: dict[str, float] = {}  # when a kind was last shown
         self._held: Counter[str] = Counter()  # not shown since
 
-    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
-        """The record to show, with the count of those held back before it; False to hold it back."""
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False to hold it back. What is shown after a pause gets `held`, the number held back before it."""
         kind = getattr(record, "kind", None)
         if kind is None:
             return True
@@ -35,15 +35,19 @@ class FirstOfAKind(logging.Filter):
                 self._held[kind] += 1
                 return False
             self._shown_s[kind] = now
-            held = self._held.pop(kind, 0)
-        if not held:
-            return True
-        shown = logging.makeLogRecord(record.__dict__)  # the log file gets the record itself
-        shown.msg, shown.args = f"{record.getMessage()} (and {held} more of {kind} before it)", ()
-        return shown
+            record.__dict__["held"] = self._held.pop(kind, 0)
+        return True
 
     def rest(self) -> list[str]:
         """One line for each kind that is held back still; they count as told."""
         with self._lock:
             held, self._held = self._held, Counter()
         return [f"{num} more of {kind}; the log file has them all" for kind, num in held.items()]
+
+
+class WithCount(logging.Formatter):
+    """Says how many of its kind were held back before a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        num = getattr(record, "held", 0)
+        return super().format(record) + (f" (and {num} more of its kind before it)" if num else "")

@@ -8,7 +8,6 @@ happened.
 Must not: decide the order of a step (driver.py), or check a value that config.parse could check.
 """
 
-import asyncio
 import contextlib
 import gc
 import importlib
@@ -45,6 +44,7 @@ from rl_jax.preflight import Resolve, load_names, prepare_tasks, present_devices
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
 from rl_jax.resume import RunDirError
+from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.buffer import SampleBuffer, TakeTimeout
 from rl_jax.rollout.evaluation import EvaluationFailed, EvaluationUnplayable
 from rl_jax.rollout.player import EnvBudgetExhausted, FleetExhausted
@@ -115,7 +115,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
     plan = MeshPlan.from_settings(settings.mesh, settings.model)
     with on_sigterm(_preempt), contextlib.ExitStack() as stack:
         if pool is not None:
-            stack.callback(lambda: asyncio.run(pool.close()))
+            stack.callback(lambda: run_blocking(pool.close()))
         meshes = None if options.dry_run else build_meshes(plan, present_devices(plan))
         renderer = load_names(settings, plan, resolve, options.mode)
         if pool is not None:

@@ -6,7 +6,6 @@ Each finding is one line of a ConfigError.
 Must not: write anything, or start what is not ended when the check returns.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from rl_jax.config import ConfigError
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
 from rl_jax.role_source import NEEDED_ROLE, find_source, vocabulary_error
+from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.episode import Episode, EpisodeRules
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
@@ -153,7 +153,7 @@ def round_trips(settings: Settings, pool: EnvPool, renderer: ChatRenderer) -> di
         finally:
             await pool.close()
 
-    return asyncio.run(run())
+    return run_blocking(run())
 
 
 @dataclass

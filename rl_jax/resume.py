@@ -116,16 +116,19 @@ def checkpoint_steps(path: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def auto_path(settings: Settings, root: Path = Path("runs")) -> Path:
-    """runs/<tags>--<model>--<id>, not there yet."""
+def auto_path(settings: Settings, root: Path = Path("runs")) -> tuple[Path, str]:
+    """(runs/<tags>--<model>--<run id>, not there yet; the run id, a new one unless the settings name it)."""
     tags = "+".join(source.tag for source in settings.tasks.sources)
     model = f"{settings.model.family.rpartition(':')[2]}-{settings.model.num_layers}x{settings.model.embed_size}"
-    while (path := root / f"{tags}--{model}--{settings.run_id or new_id()}").exists():
+    while True:
+        run_id = settings.run_id or new_id()
+        path = root / f"{tags}--{model}--{run_id}"
+        if not path.exists():
+            return path, run_id
         if settings.run_id:
             raise RunDirError(
                 f"{path} exists; name another run_id, or resume it with --run_dir={path}"
             )
-    return path
 
 
 def new_id() -> str:
@@ -156,13 +159,7 @@ def _stored_config(path: Path) -> dict[str, Any] | None:
     if not path.is_dir():
         raise RunDirError(f"--run_dir={path} is a file; name a directory")
     if (path / CONFIG).exists():
-        try:
-            stored = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-            if isinstance(stored, dict) and isinstance(stored.get("run_id"), str):
-                return stored
-        except ValueError:
-            pass
-        raise RunDirError(f"{path / CONFIG} cannot be read; use another --run_dir")
+        return stored_config(path)
     others = sorted(
         p.name for p in path.iterdir() if p.name not in (LOCK, PLAN) and p.name[0] != "."
     )
@@ -174,16 +171,40 @@ def _stored_config(path: Path) -> dict[str, Any] | None:
     return None
 
 
+def stored_config(path: Path) -> dict[str, Any]:
+    """The config.json of a run directory, every key of it known and of the right type. Raises RunDirError, which says
+    that it is the stored file, and what helps."""
+    file = path / CONFIG
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict) or not isinstance(stored.get("run_id"), str):
+            raise ValueError("it is no config with a run_id")
+    except (OSError, ValueError) as error:
+        raise RunDirError(
+            f"{file}, the stored config of a run, cannot be read ({error}); {_elsewhere(path)}"
+        ) from None
+    errors: list[str] = []
+    schema.build(Settings, stored, "", errors)  # a key newer than the run has its default there
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise RunDirError(
+            f"{file}, the stored config of a run: {errors[0]}{more}; it was edited, or is of another version of"
+            " rl_jax: mend it in that file"
+        )
+    return stored
+
+
+def _elsewhere(path: Path) -> str:
+    """How to go on where the stored config is lost: the checkpoints and the resolved config need it not."""
+    if not (path / "config.resolved.py").is_file():
+        return "use another --run_dir"
+    fork = f" --resume={path}" if checkpoint_steps(path) else ""
+    return f"go on in a new directory with --run_dir=NEW --config={path}/config.resolved.py{fork}"
+
+
 def _check_same_run(path: Path, stored: Mapping[str, Any], settings: Settings) -> tuple[str, ...]:
     """The allowed differences, as lines. Raises RunDirError for the others."""
-    errors: list[str] = []
-    before = schema.build(
-        Settings, stored, "", errors
-    )  # a key that is newer than the run has its default there
-    if errors:
-        raise RunDirError(
-            f"{path / CONFIG} is of another version of rl_jax: {errors[0]}; use another --run_dir"
-        )
+    before = schema.build(Settings, stored, "", [])
     old, new = schema.leaves(schema.to_tree(before)), schema.leaves(schema.to_tree(settings))
     differing = [
         f"{key} {old.get(key, 'absent')} there, {new.get(key, 'absent')} here"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rl_jax import schema
-from rl_jax.console import FirstOfAKind
+from rl_jax.console import FirstOfAKind, WithCount
 from rl_jax.resume import (
     CHECKPOINTS,
     CONFIG,
@@ -80,7 +80,10 @@ class RunDir:
 
         Raises RunDirError: refused (see `decide`), in use by another process, or not writable.
         """
-        path = Path(path) if str(path) else auto_path(settings)
+        if not str(path):
+            path, run_id = auto_path(settings)
+            settings = replace(settings, run_id=run_id)
+        path = Path(path)
         decide(path, settings, resume)
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -118,13 +121,14 @@ class RunDir:
     # --- what the run says about itself ---
 
     def start_logging(self) -> None:
-        """From now on the rl_jax loggers write to logs/attempt_k/driver.log, warnings also to stderr (as console.py does)."""
+        """From now on the rl_jax loggers write to logs/attempt_k/driver.log, warnings also to stderr
+        (of a kind that repeats the first and a count: console.py)."""
         file = logging.FileHandler(self.logs / "driver.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
         console = logging.StreamHandler()
         console.setLevel(logging.WARNING)
         console.addFilter(self._repeated)
-        console.setFormatter(logging.Formatter("warning: %(message)s"))
+        console.setFormatter(WithCount("warning: %(message)s"))
         self._handlers = [file, console]
         logger = logging.getLogger("rl_jax")
         logger.setLevel(logging.INFO)

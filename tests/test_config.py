@@ -1,5 +1,6 @@
 """config.py, overrides.py, schema.py, validate.py: one line for each thing that is wrong, all at once, without jax."""
 
+import json
 import resource
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from rl_jax import schema
 from rl_jax.algorithms.options import resolved
 from rl_jax.config import ConfigError, default_config, parse, resolved_json, resolved_python
+from rl_jax.resume import RunDirError, decide
+from rl_jax.run_dir import RunDir
 from rl_jax.settings import MeshSettings, PoolSettings, RolloutSettings, Settings, TaskSource
 from rl_jax.validate import CHOICES, INTERVALS, NAMES, check, foreign_packages
 
@@ -426,8 +429,35 @@ def test_run_directory_brings_its_own_config(tmp_path):
     ).settings
     assert (longer.steps, longer.seed, longer.tasks.sources[0].tag) == (999, 5, "x")
     assert parse([f"--run_dir={tmp_path}", "--config=quickstart"]).settings.seed == 0
-    (tmp_path / "config.json").write_text("{")
-    assert "name the config file with --config=FILE.py" in errors_of(f"--run_dir={tmp_path}")[0]
+
+
+def test_what_is_wrong_in_a_stored_config_is_told_as_such_with_a_remedy_that_works(tmp_path):
+    run, new, file = tmp_path / "r", tmp_path / "new", tmp_path / "r" / "config.json"
+    settings = parse(["--config.seed=5"]).settings
+    RunDir.open(run, settings, files={"config.resolved.py": resolved_python(settings)}).close()
+    tree = json.loads(file.read_text())
+
+    file.write_text("{")
+    (line,) = errors_of(f"--run_dir={run}")
+    remedy = f"--run_dir=NEW --config={run}/config.resolved.py"
+    assert (
+        line.startswith(f"{file}, the stored config of a run, cannot be read (") and remedy in line
+    )
+    # Whoever names a config file is told the same.
+    with pytest.raises(RunDirError, match="cannot be read .* go on in a new directory"):
+        decide(run, settings)
+    said = line.rpartition("with ")[2].replace("NEW", str(new)).split()
+    assert parse(said).settings == settings and decide(new, settings).attempt == 0
+
+    file.write_text(json.dumps({**tree, "gone": 1}))
+    (line,) = errors_of(f"--run_dir={run}")
+    assert line.startswith(f"{file}, the stored config of a run: gone is not a key")
+    assert line.endswith("mend it in that file")
+    file.write_text(json.dumps({**tree, "seed": "five"}))
+    assert "stored config of a run: seed=" in errors_of(f"--run_dir={run}")[0]
+    file.write_text(json.dumps({**tree, "steps": -1}))
+    (line,) = errors_of(f"--run_dir={run}")
+    assert line.startswith("steps=-1 ") and line.endswith(f"(it stands in {file})")
 
 
 def test_settings_survive_the_way_through_a_tree():

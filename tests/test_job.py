@@ -1,5 +1,6 @@
 """How a job's parts are built, and what it leaves of itself in the process."""
 
+import asyncio
 import gc
 import json
 from pathlib import Path
@@ -16,7 +17,12 @@ CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
 
 
 def run(directory, *words):
-    return launch.main([CONFIG, f"--run_dir={directory}", "--config.steps=1", *words])
+    """As in a notebook's cell: on a thread whose event loop runs."""
+
+    async def cell():
+        return launch.main([CONFIG, f"--run_dir={directory}", "--config.steps=1", *words])
+
+    return asyncio.run(cell())
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The dry run's round trip: text -> tokens -> text of one episode a source."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def test_scripted_episode_goes_through_the_tokenizer_and_back(tmp_path, capsys):
     assert "tag even: a scripted episode keeps its text through the tokenizer: " in out
     trip = json.loads((tmp_path / "plan.json").read_text())["round_trips"]["even"]
     assert trip["num_turns"] > 0 and 0 < trip["num_sampled"] < trip["num_tokens"] <= 128
+
+
+def test_a_notebook_cell_whose_loop_runs_can_run_a_job(tmp_path, capsys):
+    async def cell():
+        return dry_run(tmp_path, capsys, ECHO, ROOM)
+
+    code, out, errors = asyncio.run(cell())
+    assert (code, errors) == (0, []) and "a scripted episode keeps its text" in out
 
 
 def test_environment_without_a_script_shows_its_first_observation(tmp_path, capsys):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl_jax.console import FirstOfAKind
+from rl_jax.console import FirstOfAKind, WithCount
 from rl_jax.resume import auto_path, decide, encode
 from rl_jax.run_dir import RunDir, RunDirError
 from rl_jax.settings import EvalSettings, LearnerSettings, Settings
@@ -147,7 +147,9 @@ def test_key_newer_than_the_run_has_its_default_there(tmp_path):
     config.write_text(json.dumps(stored))
     assert opened(tmp_path / "r").attempt == 1
     config.write_text(json.dumps({**stored, "gone": 1}))
-    with pytest.raises(RunDirError, match="of another version of rl_jax: gone is not a key"):
+    with pytest.raises(
+        RunDirError, match="config.json, the stored config of a run: gone is not a key"
+    ):
         RunDir.open(tmp_path / "r", SETTINGS)
 
 
@@ -186,12 +188,18 @@ def test_unwritable_place_is_one_line():
 
 
 def test_auto_path_names_tasks_and_model(tmp_path):
-    path = auto_path(SETTINGS, tmp_path)
-    assert path.name.startswith("frozen_lake--decoder-2x96--")
+    path, run_id = auto_path(SETTINGS, tmp_path)
+    assert path.name == f"frozen_lake--decoder-2x96--{run_id}"
     named = replace(SETTINGS, run_id="mine")
-    opened(auto_path(named, tmp_path), named)
+    opened(auto_path(named, tmp_path)[0], named)
     with pytest.raises(RunDirError, match="resume it with --run_dir="):
         auto_path(named, tmp_path)
+
+
+def test_a_directory_that_gets_its_name_here_has_the_run_id_in_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = opened("")
+    assert run.path.name.endswith(f"--{run.run_id}")
 
 
 def test_status_is_replaced_at_most_once_a_second_unless_the_state_changes(tmp_path):
@@ -246,9 +254,8 @@ def test_a_warning_that_repeats_for_long_is_told_again_with_the_count():
     record = logging.makeLogRecord({"msg": "broken", "kind": "env_error"})
     assert [repeated.filter(record) for _ in range(3)] == [True, False, False]
     now_s = 31.0
-    shown = repeated.filter(record)
-    assert shown.getMessage() == "broken (and 2 more of env_error before it)"
-    assert record.getMessage() == "broken" and repeated.rest() == []
+    assert repeated.filter(record) and repeated.rest() == []
+    assert WithCount().format(record) == "broken (and 2 more of its kind before it)"
 
 
 def test_decide_writes_nothing(tmp_path):

@@ -29,6 +29,7 @@ from envs import ENVS
 from rl_jax.rewards import REWARDS
 from rl_jax.rewards.check import failed
 from rl_jax.rollout import wire
+from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
 from rl_jax.types import Action, EpisodeView, Failure, Reward, StepResult, Task
@@ -178,11 +179,11 @@ class EnvPool:
                 self._workers[name] = self._new_worker(name)
 
     def prepare(self) -> None:
-        """Block until the environments are imported and their tasks listed. Needs a thread without a running loop.
+        """Block until the environments are imported and their tasks listed; a loop that runs on this thread waits too.
 
         Raises: EnvError naming the environment and its own error; no process is left then.
         """
-        asyncio.run(self._prepare())
+        run_blocking(self._prepare())
 
     def splits(self, tag: str) -> tuple[str, ...]:
         """The splits that a tag's environment has."""
