@@ -1,8 +1,9 @@
 """The terminal's share of the log: the first warning of a kind, then how many more there were.
 
-Owns: `FirstOfAKind`, a filter of the terminal's handler, and `WithCount`, its form. A warning logged with extra={"kind": name} may come hundreds
-of times for one cause (a broken environment fails every episode): the first is shown, the others are counted, and the
-count is told with the next one after EVERY_S, and at the end. The log file has no such filter and keeps them all.
+Owns: `FirstOfAKind`, a filter of the terminal's handler, and `WithCount`, its form. A warning logged with
+extra={"kind": name} may come hundreds of times for one cause (a broken environment fails every episode): the first is
+shown, the others are counted, and the count is told with the next one after EVERY_S, and at the end. The log file has
+no such filter and keeps them all.
 Must not: touch a record without a kind.
 """
 
