@@ -86,6 +86,8 @@ def parse(argv: Sequence[str]) -> Parsed:
         config = _load(options.config_file, ROOT / "rl_jax" / "configs", errors)
     elif is_stored:
         config = _load_stored(stored.parent, errors)
+        if config is not None and options.mode != "train_only" and "rollout" in config:
+            config.rollout.replay_dir = ""  # of a replay here; no other mode reads it
     else:
         config = _load(QUICKSTART, ROOT / "rl_jax" / "configs", errors)
     if options.mesh_file:

@@ -12,7 +12,6 @@ and the buffer's sweep read. Evaluation happens between steps, so one version se
 Must not: know an environment, a text, a kernel or a mesh; catch what it cannot handle.
 """
 
-import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,18 +26,12 @@ from rl_jax.metrics import Metric, merge_rows
 from rl_jax.rollout.buffer import Interrupted
 from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.settings import Settings
+from rl_jax.signals import Preempted, on_sigterm
 from rl_jax.types import Group, SyncResult
 
 
 class SyncFailed(RuntimeError):
     """Weights could not be published within the retries; at max_staleness 0 nothing else can go on."""
-
-
-class Preempted(BaseException):
-    """SIGTERM arrived, and what was due is saved (or a second one, which does not wait for that): start the run again.
-
-    No Exception, as KeyboardInterrupt is none: where it is raised at once, what handles errors there must let it by.
-    """
 
 
 @dataclass
@@ -383,24 +376,3 @@ def _sync_metrics(result: SyncResult) -> dict[str, Metric]:
         "sync/pause_s": Metric(result.pause_s, 1),
         "sync/bytes": Metric(result.num_bytes, 1),
     }
-
-
-class on_sigterm:
-    """SIGTERM calls `handle` while the block runs (main thread only; elsewhere a no-op, as in a notebook).
-
-    Blocks nest: outside the driver's loops nothing is due, and the job's own handler raises Preempted at once.
-    """
-
-    def __init__(self, handle: Callable[[int], None]):
-        self._handle = handle
-        self._old: Any = None
-
-    def __enter__(self):
-        try:
-            self._old = signal.signal(signal.SIGTERM, lambda signum, _: self._handle(signum))
-        except ValueError:  # not the main thread: the owner of the process handles signals
-            self._old = None
-
-    def __exit__(self, *exc):
-        if self._old is not None:
-            signal.signal(signal.SIGTERM, self._old)

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.data.corpus import Corpus
 from rl_jax.data.rows import DataError
 from rl_jax.data.stream import ExampleStream
-from rl_jax.driver import Driver, Parts, Preempted, SyncFailed, on_sigterm
+from rl_jax.driver import Driver, Parts, SyncFailed
 from rl_jax.guards import GuardTripped
 from rl_jax.learner.batch import BatchError
 from rl_jax.learner.learner import Learner
@@ -57,6 +57,7 @@ from rl_jax.rollout.traces import TraceError
 from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.run_dir import RunDir
 from rl_jax.settings import AlgorithmSettings, Settings
+from rl_jax.signals import Preempted, on_sigterm, stop_at_once
 from rl_jax.start import make_learner, saved_batches, saved_steps, starting_point
 from rl_jax.supervised import (
     make_trained,
@@ -113,7 +114,8 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
     """Run one job to its end; returns 0. pool: spawned, or None where the mode needs no environment."""
     options, settings = parsed.options, parsed.settings
     plan = MeshPlan.from_settings(settings.mesh, settings.model)
-    with on_sigterm(_preempt), contextlib.ExitStack() as stack:
+    # Outside the driver's loops (before them, and in --mode=eval) there is nothing that a save would keep.
+    with on_sigterm(stop_at_once) as sigterm, contextlib.ExitStack() as stack:
         if pool is not None:
             stack.callback(lambda: run_blocking(pool.close()))
         meshes = None if options.dry_run else build_meshes(plan, present_devices(plan))
@@ -140,9 +142,14 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         run_dir.write_env(devices=[str(device) for device in jax.devices()])
         progress.note(f"run directory {run_dir.path}")
         progress.note(plan.describe())
+        if run_dir.attempt and run_dir.decision.resume_from is None:
+            progress.note(
+                f"no checkpoint here: from step 0 again; older records are in {run_dir.path}/quarantine"
+            )
+        sigterm.check()
         job = Job(
             replace(settings, run_id=run_dir.run_id),
-            plan, meshes, run_dir, progress, renderer, pool, resolve, stack, corpus,
+            plan, meshes, run_dir, progress, renderer, pool, resolve, stack, sigterm.check, corpus,
         )  # fmt: skip
         run_dir.status("running", mode=options.mode)
         try:
@@ -168,11 +175,6 @@ def _raise_if_out_of_memory(error: BaseException) -> None:
         ) from error
 
 
-def _preempt(signum: int) -> None:
-    """Outside the driver's loops (before them, and in --mode=eval) there is nothing that a save would keep."""
-    raise Preempted(f"stopped by signal {signum} with nothing to save; start it again")
-
-
 @dataclass
 class Job:
     """What every step of building needs."""
@@ -186,6 +188,7 @@ class Job:
     pool: EnvPool | None
     resolve: Resolve
     stack: contextlib.ExitStack  # closes what was opened, in reverse
+    check_stop: Callable[[], None]  # raises Preempted if SIGTERM came and its exception was lost
     corpus: Corpus | None = None  # of data.path, where the run is supervised
 
 
@@ -217,11 +220,16 @@ def _run_mode(job: Job, mode: str) -> None:
         cluster.start()  # they compile from now on, beside all that follows
         parts = _live_parts(job, cluster, roles, algorithm, checkpointer, recorder, extra)
         driver = Driver(parts, settings, state)
+        if mode == "train" and 0 < settings.steps <= state.version:
+            job.progress.note(
+                f"version {state.version} is past steps={settings.steps}: nothing is trained; raise --config.steps"
+            )
         is_fresh = decision.resume_from is None
         if mode == "train" and is_fresh and settings.warm_start.steps:
             _warm_start(job, model, learner, parts, recorder)
         open_roles(setting, roles, mode, source)
         _settle(job, cluster)
+        job.check_stop()
         if mode == "train":
             driver.run()
         elif mode == "rollout_only":
@@ -231,7 +239,7 @@ def _run_mode(job: Job, mode: str) -> None:
             driver.evaluate("last")
     episodes = driver.parts.ledger.counts() if driver.parts.ledger is not None else {}
     summary = recorder.summary(driver.state.evaluations, episodes)
-    for line in report.closing_lines(job.run_dir, mode, summary):
+    for line in report.closing_lines(job.run_dir, mode, summary, driver.state.version, settings):
         job.progress.note(line)
 
 
@@ -411,6 +419,7 @@ def _warm_start(job: Job, model: Model, learner: Learner, parts: Parts, recorder
     def record(step: int, metrics: Mapping[str, Metric]) -> None:
         nonlocal done
         recorder.warm_start(step, metrics)
+        job.check_stop()
         done = f"step {step} of {cfg.steps}, loss {metrics['policy/loss'].mean:.3f}"
 
     with job.progress.phase("warm start", "the first step compiles", lambda: done):

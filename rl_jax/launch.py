@@ -22,15 +22,24 @@ from rl_jax.mesh import MeshPlan
 from rl_jax.progress import Progress
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.settings import MeshSettings, ModelSettings
+from rl_jax.signals import Preempted, on_sigterm, stop_at_once
 
-EXIT_CONFIG, EXIT_INTERRUPT = 2, 130
+EXIT_CONFIG, EXIT_PREEMPTED, EXIT_INTERRUPT = 2, 75, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one job; returns the exit code (0 done, 2 config, 3 data, 4 environments, 5 servers, 6 numbers, 7 storage,
     75 preempted and saved, 130 interrupted)."""
+    with on_sigterm(stop_at_once):  # a job's own handlers take over later
+        try:
+            return _main(sys.argv[1:] if argv is None else argv)
+        except Preempted as error:
+            return _tell(error, EXIT_PREEMPTED)
+
+
+def _main(argv: Sequence[str]) -> int:
     try:
-        parsed = config.parse(sys.argv[1:] if argv is None else argv)
+        parsed = config.parse(argv)
         settings, options = parsed.settings, parsed.options
         if options.run_dir and not options.dry_run:
             resume.decide(Path(options.run_dir), settings, options.resume)

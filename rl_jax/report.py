@@ -8,6 +8,8 @@ Must not: touch a device, or write beside plan.json of a run directory that was 
 
 import json
 import math
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -123,8 +125,10 @@ def memory_rows(
     return rows
 
 
-def closing_lines(run_dir: Any, mode: str, summary: Mapping[str, Any]) -> list[str]:
-    """Figures, one sample episode, three next commands."""
+def closing_lines(
+    run_dir: Any, mode: str, summary: Mapping[str, Any], version: int, settings: Settings
+) -> list[str]:
+    """Figures, one sample episode, next commands. version: of the policy as the run left it."""
     lines = [f"{mode}: {summary['steps']} steps in {summary['wall_s']:.0f} s"]
     if summary["tasks"]:
         first = max(len(name) for name in summary["tasks"])
@@ -138,14 +142,33 @@ def closing_lines(run_dir: Any, mode: str, summary: Mapping[str, Any]) -> list[s
         lines.append("  episodes: " + ", ".join(f"{v} {k}" for k, v in ended.items()))
     if (sample := _sample_episode(Path(run_dir.path))) is not None:
         lines += ["", *sample, ""]
-    path = run_dir.path
-    lines += [
-        "next:",
-        f"  python -m rl_jax.launch --mode=eval --run_dir={path}",
-        f"  python -m rl_jax.launch --run_dir={path} --config.steps={summary['steps'] + 50}",
-        "  python -m rl_jax.launch --config.rollout.max_staleness=0   # the same loop, synchronous",
-    ]
+    return [*lines, "next:", *next_commands(Path(run_dir.path), mode, version, settings)]
+
+
+def next_commands(path: Path, mode: str, version: int, settings: Settings) -> list[str]:
+    """Commands that work on what the run left in `path`."""
+    launch = f"  {python()} -m rl_jax.launch"
+    fork = f"{launch} --config={path}/config.resolved.py"
+    evaluate = f"{launch} --mode=eval --run_dir={path}"
+    go_on = f"{launch} --run_dir={path} --config.steps={version + 50}"
+    if mode == "rollout_only":
+        replay = f"{fork} --mode=train_only --config.rollout.replay_dir={path}   # train on these"
+        return [replay, f"{go_on} --mode=rollout_only"]
+    if mode == "train_only":
+        return [evaluate, f"{fork} --config.rollout.replay_dir= --resume={path}   # RL from it"]
+    lines = [go_on] if mode == "eval" else [evaluate, go_on]
+    if settings.rollout.max_staleness:
+        lines.append(f"{fork} --config.rollout.max_staleness=0   # the same loop, synchronous")
     return lines
+
+
+def python() -> str:
+    """What a person types for the interpreter that runs this."""
+    found = shutil.which("python")
+    if found and Path(found).resolve() == Path(sys.executable).resolve() and sys.prefix in found:
+        return "python"
+    path = Path(sys.executable)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def fitted_lines(run_dir: Any, settings: Settings, state: DriverState) -> list[str]:
@@ -160,8 +183,8 @@ def fitted_lines(run_dir: Any, settings: Settings, state: DriverState) -> list[s
     return [
         *lines,
         "next:",
-        f"  python -m rl_jax.launch --mode=eval --run_dir={path}",
-        f"  python -m rl_jax.launch --run_dir=runs/rl --resume={path}   # RL from these weights",
+        f"  {python()} -m rl_jax.launch --mode=eval --run_dir={path}",
+        f"  {python()} -m rl_jax.launch --run_dir=runs/rl --resume={path}   # RL from these weights",
     ]
 
 

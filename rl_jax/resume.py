@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "rollout.envs_per_worker",
     "rollout.max_env_failures",
     "rollout.max_filtered_batches",
+    "rollout.replay_dir",  # where the batches of a replay came from; no other mode reads it
     "rewards.*",
 )
 
@@ -103,6 +104,11 @@ def decide(path: Path, settings: Settings, resume: str = "auto") -> Decision:
     if resume == "strict" and not steps:
         raise RunDirError(
             f"--resume=strict: {path} has no checkpoint; use --resume=auto to start again from step 0"
+        )
+    if not steps and (bad := sorted((path / CHECKPOINTS / "quarantine").glob("step_*"))):
+        raise RunDirError(
+            f"{path} has no checkpoint that can be used: {len(bad)} did not verify and lie in {bad[0].parent};"
+            " start anew in another --run_dir, or delete that folder to start this one from step 0"
         )
     step = int(resume) if resume.isdecimal() else steps[-1] if steps else None
     source = None if step is None else path / CHECKPOINTS / f"step_{step}"

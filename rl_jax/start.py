@@ -1,8 +1,9 @@
 """Where the weights of a run come from: fresh, its own checkpoint, another run's, or the start of a replay.
 
 Owns: what of a checkpoint is taken. A run goes on from its own with everything in it; so does, in a new directory, a
-fork of one run on episodes from another. Where either trains on rows (RL from sft, rm from sft, sft from sft) a fork
-takes the weights, with a fresh optimizer, from version 0, and no warm start.
+fork of one run on episodes from another. Where either trains on rows (RL from sft, rm from sft, sft from sft), or the
+other is a replay, which has no place in a task stream, a fork takes the weights, with a fresh optimizer, from version
+0, and no warm start.
 Must not: start anything, or write.
 """
 
@@ -21,7 +22,7 @@ from rl_jax.learner.learner import Learner
 from rl_jax.learner.roles import Roles
 from rl_jax.models.model import Model
 from rl_jax.models.value import HEAD
-from rl_jax.resume import Decision, step_of
+from rl_jax.resume import Decision, checkpoint_steps, step_of
 from rl_jax.rollout.traces import read_groups
 from rl_jax.settings import Settings
 from rl_jax.types import Group
@@ -70,9 +71,11 @@ def starting_point(
     reader = Checkpointer(source.parent.parent, job.settings.checkpoint)
     step = step_of(source)
     has_critic = reader.holds(step, "critic/")
-    theirs = reader.manifest(step)["extra"].get("supervised", "")
+    saved = reader.manifest(step)["extra"]
+    theirs = saved.get("supervised", "")
     reads = mode == "train" and learns_from_rows(job.settings.algorithm, job.settings.data)
-    if not is_own and (reads or theirs):
+    is_replay = mode == "train" and not reads and "stream" not in saved
+    if not is_own and (reads or theirs or is_replay):
         _take_weights(roles, reader, step, theirs)
         job.note(f"weights of {source}; fresh optimizer, version 0, no warm start")
         return DriverState(), {}, None
@@ -137,8 +140,15 @@ def saved_steps(settings: Settings) -> list[int]:
     return steps
 
 
-def _replay_start(settings: Settings) -> Path | None:
-    """The checkpoint that the first saved batch was sampled from, if the replayed run kept it."""
+def _replay_start(settings: Settings) -> Path:
+    """The checkpoint that the first saved batch was sampled from. Raises CheckpointError: the run did not keep it."""
     first = saved_steps(settings)[0]
-    path = Path(settings.rollout.replay_dir) / "checkpoints" / f"step_{first - 1}"
-    return path if path.is_dir() else None
+    run = Path(settings.rollout.replay_dir)
+    path = run / "checkpoints" / f"step_{first - 1}"
+    if not path.is_dir():
+        raise CheckpointError(
+            f"rollout.replay_dir={run}: its first saved batch, of step {first}, was sampled by version {first - 1}, and"
+            f" checkpoints/step_{first - 1} is not there (it has {checkpoint_steps(run) or 'none'}); collect with"
+            " --mode=rollout_only, which keeps it, or name a copy of that checkpoint with --resume=PATH"
+        )
+    return path

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -133,6 +134,21 @@ def test_collecting_in_three_parts_keeps_what_a_replay_of_all_starts_from(tmp_pa
     steps = sorted(p.name for p in (tmp_path / "run" / "rollouts").iterdir())
     assert steps == ["step_1", "step_2", "step_3", "step_4"]
     assert saved_steps(tmp_path / "run") == ["step_0", "step_4"]
+
+
+@pytest.mark.slow
+def test_a_replay_starts_where_its_first_batch_did_and_leads_on(tmp_path, capsys, sampled):
+    words = ["--mode=train_only", f"--config.rollout.replay_dir={sampled}"]
+    assert run(tmp_path / "replay", *words) == 0
+    capsys.readouterr()
+    # What it says may be done next can be done: evaluate it, or go on with RL from its weights elsewhere.
+    assert run(tmp_path / "replay", "--mode=eval") == 0
+    fork = [f"--resume={tmp_path / 'replay'}", "--config.steps=1"]
+    assert run(tmp_path / "rl", *fork) == 0
+    shutil.rmtree(sampled / "checkpoints" / "step_0")
+    assert run(tmp_path / "blind", *words) == 3
+    told = capsys.readouterr().err
+    assert "was sampled by version 0, and checkpoints/step_0 is not there (it has [3])" in told
 
 
 def test_sigterm_in_an_evaluation_ends_it_at_once(tmp_path, monkeypatch, capsys):
