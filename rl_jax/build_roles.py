@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from rl_jax.checkpoint import Checkpointer, CheckpointError
+from rl_jax.disk import naming
 from rl_jax.learner.critic import Critic
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.reward_model import RewardModel
@@ -172,7 +173,8 @@ def _pinned(job: Setting, where: str, is_resumed: bool) -> RoleSource:
     if not pin:
         pins[where] = {"checkpoint": str(checkpoint), "sha256": digest}
         temporary = pins_path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(pins, indent=1) + "\n", encoding="utf-8")
+        with naming(pins_path):
+            temporary.write_text(json.dumps(pins, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, pins_path)
     return replace(source, checkpoint=checkpoint)
 

@@ -22,7 +22,7 @@ import os
 import platform
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from rl_jax.disk import naming
 from rl_jax.settings import CheckpointSettings
 
 MANIFEST, STATE, QUARANTINE = "MANIFEST.json", "state", "quarantine"
 FORMAT = 1
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 READ_BYTES = 1 << 20
+QUIET_S = 2.0  # of a wait at the end that needs no line
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,10 @@ class Checkpointer:
         self._keep_oldest = keep_oldest
         self._verified: set[int] = set()
         self._orbax: Any = None
-        self._thread: threading.Thread | None = None
+        self._is_overdue = False  # a wait has had its deadline; there is no second one at the end
+        self._saving = ""  # the thread of a save that nobody waited for yet
+        # Set when that thread is at its end. Before Python 3.13 a join that is interrupted takes the thread for dead.
+        self._done = threading.Event()
         self._error: BaseException | None = None
         self._swept = False
 
@@ -94,24 +99,55 @@ class Checkpointer:
             self._open_orbax().save(temporary / STATE, args=_save_args(leaves))
         except Exception as error:  # the boundary to orbax and the disk
             raise self._failed(step, error) from error
-        self._thread = threading.Thread(
-            target=self._finish, args=(step, temporary, manifest), name=f"save-{step}", daemon=True
-        )
-        self._thread.start()
+        self._start(f"save-{step}", lambda: self._finish(step, temporary, manifest))
 
     def wait(self) -> None:
         """Returns once the save under way is on the disk. Raises: CheckpointError if it failed or is overdue."""
-        if self._thread is not None:
-            self._thread.join(self._settings.deadline_s)
-            if self._thread.is_alive():
+        if self._saving:
+            if not self._done.wait(self._settings.deadline_s):
+                self._is_overdue = True
                 raise CheckpointError(
-                    f"{self._thread.name} into {self.directory} is not done after {self._settings.deadline_s:g} s"
+                    f"{self._saving} into {self.directory} is not done after {self._settings.deadline_s:g} s"
                     " (checkpoint.deadline_s); is the file system stuck?"
                 )
-            self._thread = None
+            self._saving = ""
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def finish(self) -> None:
+        """For the end of a run, whatever ended it: waits as `wait` does, and logs what went wrong.
+
+        An interrupt of a save leaves it under way, and one of this wait leaves at once. Raises nothing else.
+        """
+        if self._is_overdue:
+            return
+        if not self._saving and self._orbax is not None:  # a save may be interrupted in step 1
+            self._start("save-rest", self._finish_orbax)
+        if self._saving and not self._done.wait(QUIET_S):
+            log.warning("waiting for %s to be on the disk; Ctrl-C leaves at once", self._saving)
+        try:
+            self.wait()
+        except CheckpointError as error:
+            log.error("%s", error)
+
+    def _start(self, name: str, work: Callable[[], None]) -> None:
+        """Begin what `wait` waits for, on a thread of its own."""
+
+        def run(done: threading.Event) -> None:
+            try:
+                work()
+            finally:
+                done.set()
+
+        self._saving, self._done = name, threading.Event()
+        threading.Thread(target=run, args=(self._done,), name=name, daemon=True).start()
+
+    def _finish_orbax(self) -> None:
+        try:
+            self._orbax.wait_until_finished()
+        except Exception as error:  # of a save that never got its name
+            log.info("orbax: %s", error)
 
     def latest(self) -> int | None:
         """The newest step whose bytes all verify, None if there is none. Newer ones that do not are quarantined."""
@@ -176,6 +212,7 @@ class Checkpointer:
             self._retain()
         except BaseException as error:  # raised by the next save or wait
             self._error = self._failed(step, error)
+            self._error.__cause__ = error
             shutil.rmtree(temporary, ignore_errors=True)  # on a full disk the space is wanted back
 
     def _commit(self, step: int, temporary: Path) -> None:
@@ -237,9 +274,13 @@ class Checkpointer:
         )
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
+        saved = max(self._steps(), default=None)
+        newest = (
+            "nothing older is saved" if saved is None else f"older steps are whole, up to {saved}"
+        )
         return CheckpointError(
             f"step {step} was not saved into {self.directory}: {type(error).__name__}: {error};"
-            " older steps are whole; free space or fix the directory, then save again"
+            f" {newest}; free space or fix the directory, then start the same command again"
         )
 
     def _steps(self) -> list[int]:
@@ -348,7 +389,7 @@ def _sync_path(path: Path) -> None:
 
 
 def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="ascii") as file:
+    with naming(path), path.open("w", encoding="ascii") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

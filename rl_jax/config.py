@@ -15,6 +15,8 @@ import difflib
 import importlib.util
 import inspect
 import json
+import os
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -182,7 +184,7 @@ def _split_argv(argv: Sequence[str], errors: list[str]) -> tuple[LaunchOptions, 
         elif name not in FLAGS and name != "h":
             errors.append(_unknown_flag(name, text if equals else ""))
         elif name in ("help", "h"):
-            print(USAGE)
+            _print_usage()
             raise SystemExit(0)
         elif name == "dry_run":
             chosen[name] = "true" if value is None else value
@@ -224,6 +226,15 @@ def _options(
         mesh_file=chosen.get("mesh", ""),
         overrides=tuple(f"{key}={text}" for key, text in overrides),
     )
+
+
+def _print_usage() -> None:
+    try:
+        print(USAGE, flush=True)
+    except (
+        BrokenPipeError
+    ):  # `| head` has read enough; what is left must not be flushed at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _stray(word: str) -> str:

@@ -29,6 +29,7 @@ from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.data.corpus import Corpus
 from rl_jax.data.rows import DataError
 from rl_jax.data.stream import ExampleStream
+from rl_jax.disk import disk_full
 from rl_jax.driver import Driver, Parts, SyncFailed
 from rl_jax.guards import GuardTripped
 from rl_jax.learner.batch import BatchError
@@ -43,7 +44,7 @@ from rl_jax.models.model import Model
 from rl_jax.preflight import Resolve, load_names, prepare_tasks, present_devices
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
-from rl_jax.resume import RunDirError
+from rl_jax.resume import RunDirError, checkpoint_steps
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.buffer import SampleBuffer, TakeTimeout
 from rl_jax.rollout.evaluation import EvaluationFailed, EvaluationUnplayable
@@ -105,6 +106,9 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 )
 
 
+END_STATES = ((Preempted, "preempted"), (KeyboardInterrupt, "interrupted"))  # others: "failed"
+
+
 def exit_code(error: BaseException) -> int | None:
     """Of an error that a user can act on; None for one that is ours."""
     return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), None)
@@ -136,6 +140,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         files = {"config.resolved.py": resolved_python(settings)}
         run_dir = RunDir.open(options.run_dir, settings, options.resume, files)
         stack.callback(run_dir.close)
+        stack.push(lambda kind, error, trace: _raise_if_disk_full(error, run_dir))
         if pool is not None:
             pool.log_dir = run_dir.logs
         run_dir.start_logging()
@@ -155,8 +160,8 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         try:
             _run_mode(job, options.mode)
         except BaseException as error:
-            state = "preempted" if isinstance(error, Preempted) else "failed"
-            run_dir.status(state, error=f"{type(error).__name__}: {error}")
+            state = next((s for kind, s in END_STATES if isinstance(error, kind)), "failed")
+            run_dir.status(state, error=f"{type(error).__name__}: {error}".removesuffix(": "))
             LOG.info("the run ended by", exc_info=True)  # where it came from, for driver.log only
             _raise_if_out_of_memory(error)
             raise
@@ -173,6 +178,20 @@ def _raise_if_out_of_memory(error: BaseException) -> None:
                 " holds: use more devices, or less of engine.slots, engine.context and learner.microbatch_rows"
             ]
         ) from error
+
+
+def _raise_if_disk_full(error: BaseException | None, run_dir: RunDir) -> None:
+    """Whatever it ended first: the file, the remedy, and from where the run goes on."""
+    if (full := disk_full(error)) is None:
+        return
+    steps = checkpoint_steps(run_dir.path)
+    text = (
+        f"{full.filename or run_dir.path}: {full.strerror}; free some space, then start the same command again with"
+        f" --run_dir={run_dir.path}: it goes on from "
+        + (f"step {steps[-1]}, the last one saved" if steps else "the start, as no step is saved")
+    )
+    run_dir.status("failed", error=text)
+    raise OSError(text) from error
 
 
 @dataclass
@@ -197,6 +216,7 @@ def _run_mode(job: Job, mode: str) -> None:
     checkpointer = Checkpointer(
         job.run_dir.path, settings.checkpoint, keep_oldest=mode == "rollout_only"
     )
+    job.stack.callback(checkpointer.finish)
     recorder = _recorder(job)
     model = job.resolve(settings.model.family, MODELS)(
         settings.model, settings.model.vocab_size or job.renderer.tokenizer.vocab_size

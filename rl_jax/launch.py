@@ -101,9 +101,14 @@ def resolve(name: str, table: Mapping[str, Any]) -> Any:
 def leave(code: int) -> None:
     """End the process. A server's thread that is stuck in a compile would crash an orderly exit of the interpreter."""
     stuck = [t.name for t in threading.enumerate() if t.daemon and t.name.startswith("serve-")]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if stuck:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (
+            OSError
+        ):  # the reader has gone (| head); the interpreter would complain of it at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if stuck or code == EXIT_INTERRUPT:  # a save that a second Ctrl-C left would print its end
         os._exit(code)
     sys.exit(code)
 

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl_jax.disk import naming
+
 LOG = logging.getLogger(__name__)
 
 # state -> states that may follow; () = terminal.
@@ -175,10 +177,12 @@ class Ledger:
         with self._lock:
             if self._file.closed:
                 return
-            self._file.flush()
+            with naming(self.path):
+                self._file.flush()
             descriptor = os.dup(self._file.fileno())
         try:
-            os.fsync(descriptor)
+            with naming(self.path):
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -188,7 +192,9 @@ class Ledger:
             self._file.close()
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n")
+        line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"
+        with naming(self.path):
+            self._file.write(line)
         self._seq += 1
 
     def _apply(self, ref, state, reason, step, facts) -> _Entry:

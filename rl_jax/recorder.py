@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_jax.disk import naming
 from rl_jax.guards import Alarm
 from rl_jax.metrics import Metric, MetricsWriter
 from rl_jax.progress import Progress
@@ -147,7 +148,8 @@ class Recorder:
             **more,
         }
         path = Path(self._run_dir.path) / SUMMARY
-        path.write_text(json.dumps(out, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        with naming(path):
+            path.write_text(json.dumps(out, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         return out
 
     def _policy_wait(self, counts: Mapping[str, float]) -> dict[str, float]:

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 from rl_jax import schema
 from rl_jax.console import FirstOfAKind, WithCount
+from rl_jax.disk import disk_full, naming
 from rl_jax.resume import (
     CHECKPOINTS,
     CONFIG,
@@ -149,14 +150,20 @@ class RunDir:
             self._lost(EVENTS, error)
 
     def status(self, state: str, **fields: Any) -> None:
-        """Replace STATUS.json, at most once a second unless `state` changed."""
+        """Replace STATUS.json, while running at most once a second; on a full disk overwrite it."""
         now = time.monotonic()
-        if state == self._status[0] and now - self._status[1] < 1.0:
+        if state == self._status[0] == "running" and now - self._status[1] < 1.0:
             return
         self._status = (state, now)
         body = {"state": state, "run_id": self.run_id, "attempt": self.attempt, "pid": os.getpid()}
+        body |= {"time": round(time.time(), 3), **fields}
         try:
-            self.write_json(STATUS, {**body, "time": round(time.time(), 3), **fields})
+            try:
+                self.write_json(STATUS, body)
+            except OSError as error:
+                if disk_full(error) is None:
+                    raise
+                _overwrite(self.path / STATUS, encode(body, indent=1) + "\n")
         except OSError as error:
             self._lost(STATUS, error)
 
@@ -194,11 +201,22 @@ class RunDir:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
+    try:
+        with naming(path), open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk the space is wanted back
+        raise
+
+
+def _overwrite(path: Path, text: str) -> None:
+    """In place: a short text fits into the blocks that the file has, where the disk has no other left."""
+    with open(path, "r+", encoding="utf-8") as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+        file.truncate()
 
 
 def _take_lock(path: Path) -> TextIO:

@@ -107,6 +107,14 @@ def test_backend_that_is_not_there_is_one_line_and_no_directory(tmp_path):
     assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
 
+def test_reader_that_leaves_early_sees_no_trace():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m rl_jax.launch --help | true; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True, text=True, cwd=ROOT, timeout=60,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
 def test_help_exits_0(capsys):
     with pytest.raises(SystemExit) as caught:
         launch.main(["--help"])

@@ -1,10 +1,12 @@
 """The ledger's state machine, its conservation law, replay and void."""
 
 import json
+import os
 import random
 
 import pytest
 
+from rl_jax.disk import disk_full
 from rl_jax.ledger import NEXT, EpisodeFacts, EpisodeRef, Ledger, LedgerError
 
 
@@ -178,3 +180,13 @@ def test_torn_last_line_is_cut_and_a_broken_middle_refused(tmp_path):
     path.write_bytes(b"nonsense\n" + whole)
     with pytest.raises(LedgerError, match="line 1"):
         Ledger(path, "r")
+
+
+def test_a_full_disk_is_told_with_the_ledgers_name(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl", "r")
+    with open("/dev/full", "w") as full:
+        os.dup2(full.fileno(), ledger._file.fileno())
+    ledger.void(0)
+    with pytest.raises(OSError, match="No space left on device: .*ledger.jsonl") as caught:
+        ledger.flush()
+    assert disk_full(caught.value) is caught.value

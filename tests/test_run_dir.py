@@ -232,6 +232,16 @@ def test_log_file_holds_what_the_parts_log(tmp_path):
     assert "after" not in (run.logs / "driver.log").read_text()
 
 
+def test_status_is_overwritten_where_the_disk_has_no_room_for_another_file(tmp_path):
+    run = RunDir.open(tmp_path / "r", SETTINGS)
+    run.status("running", text="x" * 100)
+    (run.path / f".STATUS.json.{os.getpid()}").symlink_to("/dev/full")
+    run.status("failed")
+    assert json.loads((run.path / "STATUS.json").read_text())["state"] == "failed"
+    assert run.num_lost == 0
+    run.close()
+
+
 def test_a_repeated_warning_is_shown_once_and_counted_and_the_log_keeps_all(tmp_path, capsys):
     run = RunDir.open(tmp_path / "r", SETTINGS)
     run.start_logging()

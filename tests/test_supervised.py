@@ -1,13 +1,16 @@
 """Supervised runs: rows -> steps -> a checkpoint that RL starts from."""
 
 import json
+import os
+import shutil
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rl_jax import launch
+from rl_jax import checkpoint, launch
 from rl_jax.config import ConfigError, parse
 from rl_jax.metrics import read_metrics
 from rl_jax.recorder import Recorder
@@ -88,6 +91,37 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, taught
     assert run(tmp_path, *words) == 0
     assert losses(tmp_path) == losses(taught)
     assert losses(tmp_path, "sft/loss.held_out") == losses(taught, "sft/loss.held_out")
+
+
+def test_ctrl_c_in_a_save_waits_for_it_and_says_interrupted(tmp_path, monkeypatch, words, capsys):
+    hashed = checkpoint._sync_and_hash
+
+    def slow(root):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)  # the driver's wait ends by then, and the save has not
+        return hashed(root)
+
+    monkeypatch.setattr(checkpoint, "_sync_and_hash", slow)
+    assert run(tmp_path, *words, "--config.data.epochs=2") == 130
+    assert capsys.readouterr().err.splitlines() == ["interrupted"]
+    status = json.loads((tmp_path / "STATUS.json").read_text())
+    assert (status["state"], status["error"]) == ("interrupted", "KeyboardInterrupt")
+    (step,) = (tmp_path / "checkpoints").glob("step_*")
+    assert checkpoint._verify(step) is None
+
+
+def test_full_disk_names_the_file_and_what_to_do(tmp_path, taught, words, capsys):
+    shutil.copytree(taught, tmp_path / "run", symlinks=True)
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "summary.json").symlink_to("/dev/full")
+    assert run(tmp_path / "run", *words) == 7
+    line = (
+        f"{tmp_path}/run/summary.json: No space left on device; free some space, then start the same command again"
+        f" with --run_dir={tmp_path}/run: it goes on from step 60, the last one saved"
+    )
+    assert f"error: {line}" in capsys.readouterr().err.splitlines()
+    status = json.loads((tmp_path / "run" / "STATUS.json").read_text())
+    assert (status["state"], status["error"]) == ("failed", line)
 
 
 def test_rl_starts_from_the_weights_with_an_optimizer_of_its_own(tmp_path, taught):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rl_jax.disk import naming
 from rl_jax.learner.batch import Batch
 from rl_jax.learner.optimizer import learning_rate, make_optimizer
 from rl_jax.learner.rows import Rows
@@ -163,7 +164,8 @@ class TrainedModel:
             kind = "nonfinite" if self.what == "policy" else f"nonfinite_{self.what}"
             path = self._dump_dir / f"{kind}_step_{version + 1}.npz"
             arrays = {n: v for n, v in vars(batch).items() if n != "extras" and v is not None}
-            np.savez_compressed(path, version=version, **arrays, **batch.extras)
+            with naming(path):
+                np.savez_compressed(path, version=version, **arrays, **batch.extras)
             where = str(path)
         message = (
             f"step {version + 1}: {self.what} loss {metrics[self.figures.loss].sum} or gradient norm "

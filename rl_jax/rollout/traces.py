@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_jax.disk import naming
 from rl_jax.types import (
     Failure,
     FinishReason,
@@ -84,19 +85,21 @@ def write_traces(
     tags = sorted({t.tag for t in everything})
     groups = list(dict.fromkeys(t.group for t in everything))
     temporary = directory / f"{INDEX}.tmp.npz"
-    np.savez(
-        temporary,
-        offset=np.cumsum([0, *sizes[:-1]] if sizes else [], dtype=np.int64),
-        reward=np.array(
-            [math.nan if t.reward.value is None else t.reward.value for t in everything], np.float32
-        ),
-        length=np.array([len(t.tokens) for t in everything], np.int32),
-        tag=np.array([tags.index(t.tag) for t in everything], np.int16),
-        outcome=np.array([OUTCOMES.index(t.outcome) for t in everything], np.int8),
-        group=np.array([groups.index(t.group) for t in everything], np.int32),
-        tags=np.array(tags, np.str_),
-        outcomes=np.array([outcome.value for outcome in OUTCOMES], np.str_),
-    )
+    with naming(directory / INDEX):
+        np.savez(
+            temporary,
+            offset=np.cumsum([0, *sizes[:-1]] if sizes else [], dtype=np.int64),
+            reward=np.array(
+                [math.nan if t.reward.value is None else t.reward.value for t in everything],
+                np.float32,
+            ),
+            length=np.array([len(t.tokens) for t in everything], np.int32),
+            tag=np.array([tags.index(t.tag) for t in everything], np.int16),
+            outcome=np.array([OUTCOMES.index(t.outcome) for t in everything], np.int8),
+            group=np.array([groups.index(t.group) for t in everything], np.int32),
+            tags=np.array(tags, np.str_),
+            outcomes=np.array([outcome.value for outcome in OUTCOMES], np.str_),
+        )
     os.replace(temporary, directory / INDEX)
 
 
@@ -260,5 +263,6 @@ def _runs(versions: np.ndarray) -> list[tuple[int, int, int]]:
 
 def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(data)
+    with naming(path):
+        temporary.write_bytes(data)
     os.replace(temporary, path)
