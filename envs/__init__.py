@@ -19,6 +19,12 @@ is prefixed with the tag. All an episode needs lies in its Task, as JSON: an ins
 
 Rewards: a finite float from every step(); 0.0 says "no reward". None or NaN from any step makes an episode whose
 reward is "env" unscored, and what is unscored is never trained. reset() gives no reward.
+
+Environment variables: a worker sees those of rl_jax/rollout/process.py INHERITED (PATH, HOME and seven more), so that
+no token or key of the driver's reaches an environment by accident, and there is no setting that adds one. What an
+environment needs goes through the task source's config, which tasks(cfg, split) puts into each Task's payload:
+--config.tasks.sources[0].config.url=http://... . The run directory stores configs, so a secret stays in a file of its
+own: give the file's path in the config, and read it in the environment.
 """
 
 import dataclasses
