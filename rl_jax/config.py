@@ -15,8 +15,6 @@ import difflib
 import importlib.util
 import inspect
 import json
-import os
-import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -27,6 +25,7 @@ from ml_collections import ConfigDict
 
 from rl_jax import schema
 from rl_jax.algorithms.options import learns_from_rows, resolved
+from rl_jax.console import say
 from rl_jax.overrides import Override, parse_overrides, resolve
 from rl_jax.resume import CONFIG, RunDirError, stored_config
 from rl_jax.settings import Settings
@@ -184,7 +183,7 @@ def _split_argv(argv: Sequence[str], errors: list[str]) -> tuple[LaunchOptions, 
         elif name not in FLAGS and name != "h":
             errors.append(_unknown_flag(name, text if equals else ""))
         elif name in ("help", "h"):
-            _print_usage()
+            say(USAGE)
             raise SystemExit(0)
         elif name == "dry_run":
             chosen[name] = "true" if value is None else value
@@ -226,15 +225,6 @@ def _options(
         mesh_file=chosen.get("mesh", ""),
         overrides=tuple(f"{key}={text}" for key, text in overrides),
     )
-
-
-def _print_usage() -> None:
-    try:
-        print(USAGE, flush=True)
-    except (
-        BrokenPipeError
-    ):  # `| head` has read enough; what is left must not be flushed at the exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _stray(word: str) -> str:

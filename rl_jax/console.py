@@ -3,17 +3,29 @@
 Owns: `FirstOfAKind`, a filter of the terminal's handler, and `WithCount`, its form. A warning logged with
 extra={"kind": name} may come hundreds of times for one cause (a broken environment fails every episode): the first is
 shown, the others are counted, and the count is told with the next one after EVERY_S, and at the end. The log file has
-no such filter and keeps them all.
+no such filter and keeps them all. And `say`, for what is printed to a reader that may leave early (`| head`).
 Must not: touch a record without a kind.
 """
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import TextIO
 
 EVERY_S = 30.0  # as often as a heartbeat
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line to stdout (or `stream`) at once; an empty text only flushes. Nowhere once the reader has gone."""
+    stream = stream if stream is not None else sys.stdout
+    try:
+        print(text, end="\n" if text else "", file=stream, flush=True)
+    except OSError:  # what is left in its buffer would be complained of at the interpreter's exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class FirstOfAKind(logging.Filter):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_jax import backend, config, resume
+from rl_jax.console import say
 from rl_jax.mesh import MeshPlan
 from rl_jax.progress import Progress
 from rl_jax.rollout.worker import EnvPool
@@ -101,13 +102,8 @@ def resolve(name: str, table: Mapping[str, Any]) -> Any:
 def leave(code: int) -> None:
     """End the process. A server's thread that is stuck in a compile would crash an orderly exit of the interpreter."""
     stuck = [t.name for t in threading.enumerate() if t.daemon and t.name.startswith("serve-")]
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (
-            OSError
-        ):  # the reader has gone (| head); the interpreter would complain of it at its exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    say("", sys.stdout)
+    say("", sys.stderr)
     if stuck or code == EXIT_INTERRUPT:  # a save that a second Ctrl-C left would print its end
         os._exit(code)
     sys.exit(code)

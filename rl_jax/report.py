@@ -21,6 +21,7 @@ from kernels.kv import KVSpec
 from rl_jax import schema
 from rl_jax.algorithms.options import entry_of
 from rl_jax.config import Parsed
+from rl_jax.console import say
 from rl_jax.data.corpus import Corpus
 from rl_jax.driver import DriverState
 from rl_jax.mesh import MeshPlan
@@ -55,14 +56,14 @@ def dry_run(
     vocab_size = settings.model.vocab_size or renderer.tokenizer.vocab_size
     model: Model = resolve(settings.model.family, MODELS)(settings.model, vocab_size)
     rows = memory_rows(plan, model, settings)
-    print(plan.describe())
-    print(_table(("pool", "device bytes", "weights", "optimizer + gradients", "KV"), rows))
+    say(plan.describe())
+    say(_table(("pool", "device bytes", "weights", "optimizer + gradients", "KV"), rows))
     num_weights = sum(math.prod(a.shape) for a in model.abstract.values())
     wire = num_weights * jnp.dtype(settings.model.dtype).itemsize
-    print(
+    say(
         f"model: {num_weights:,} weights; a sync moves {wire:,} bytes to each of {len(plan.servers)} servers"
     )
-    print(algorithm_line(settings.algorithm))
+    say(algorithm_line(settings.algorithm))
     report: dict[str, Any] = {
         "mesh": plan.name,
         "num_devices": plan.num_devices,
@@ -71,7 +72,7 @@ def dry_run(
         "memory": [dict(zip(("pool", "total", "weights", "train", "kv"), row)) for row in rows],
     }
     if corpus is not None:
-        print(f"{corpus.describe()}; {settings.steps} steps of {settings.data.batch_rows}")
+        say(f"{corpus.describe()}; {settings.steps} steps of {settings.data.batch_rows}")
         report["data"] = {
             **corpus.counts,
             "steps": settings.steps,
@@ -195,7 +196,7 @@ def _task_report(settings: Settings, pool: EnvPool) -> dict[str, Any]:
         sizes = {s: len(pool.list_tasks(source.tag, s)) for s in pool.splits(source.tag)}
         out[source.tag] = sizes
         listed = ", ".join(f"{num} {split} tasks" for split, num in sizes.items())
-        print(f"tag {source.tag}: {listed}")
+        say(f"tag {source.tag}: {listed}")
     return out
 
 
@@ -205,7 +206,7 @@ def _round_trip_report(
     """Counts of what went through the tokenizer and came back as it was; what does not ends the dry run."""
     trips = round_trips(settings, pool, renderer)
     for tag, trip in trips.items():
-        print(
+        say(
             f"tag {tag}: {trip.what} keeps its text through the tokenizer: {trip.num_turns} turns,"
             f" {trip.num_tokens} tokens of engine.context={settings.engine.context}, {trip.num_sampled} of them sampled"
         )
