@@ -125,7 +125,7 @@ METRICS = {
     "goodput/sample": "trained tokens over sampled tokens, since the start of the run",
 }
 
-_LAG = re.compile(r"(?<=lag)\d+")
+_LAG = re.compile(r"(?<=_lag)\d+")
 
 
 def unknown_names(names: Iterable[str]) -> tuple[str, ...]:

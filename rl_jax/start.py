@@ -22,7 +22,7 @@ from rl_jax.learner.learner import Learner
 from rl_jax.learner.roles import Roles
 from rl_jax.models.model import Model
 from rl_jax.models.value import HEAD
-from rl_jax.resume import Decision, checkpoint_steps, step_of
+from rl_jax.resume import CONFIG, Decision, checkpoint_steps, step_of, stored_config
 from rl_jax.rollout.traces import read_groups
 from rl_jax.settings import Settings
 from rl_jax.types import Group
@@ -140,15 +140,26 @@ def saved_steps(settings: Settings) -> list[int]:
     return steps
 
 
-def _replay_start(settings: Settings) -> Path:
-    """The checkpoint that the first saved batch was sampled from. Raises CheckpointError: the run did not keep it."""
+def _replay_start(settings: Settings) -> Path | None:
+    """The checkpoint that the first saved batch was sampled from; None where that was what this seed makes.
+
+    Raises CheckpointError: the run did not keep it.
+    """
     first = saved_steps(settings)[0]
     run = Path(settings.rollout.replay_dir)
     path = run / "checkpoints" / f"step_{first - 1}"
     if not path.is_dir():
+        if first == 1 and _began_fresh(run, settings.seed):
+            return None
         raise CheckpointError(
             f"rollout.replay_dir={run}: its first saved batch, of step {first}, was sampled by version {first - 1}, and"
             f" checkpoints/step_{first - 1} is not there (it has {checkpoint_steps(run) or 'none'}); collect with"
             " --mode=rollout_only, which keeps it, or name a copy of that checkpoint with --resume=PATH"
         )
     return path
+
+
+def _began_fresh(run: Path, seed: int) -> bool:
+    """Whether version 0 of a run was what the seed makes: no warm start."""
+    theirs = stored_config(run) if (run / CONFIG).is_file() else {}
+    return theirs.get("seed") == seed and theirs.get("warm_start", {}).get("steps") == 0

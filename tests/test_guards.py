@@ -9,7 +9,7 @@ import pytest
 from rl_jax.algorithms.grpo import Grpo
 from rl_jax.guards import GUARDS, Guards, nonfinite, zero_signal
 from rl_jax.learner.batch import pack, with_advantages
-from rl_jax.metrics import METRICS, Metric
+from rl_jax.metrics import METRICS, Metric, unknown_names
 from rl_jax.settings import AlgorithmSettings, GuardSettings, LearnerSettings
 from rl_jax.testing.trajectories import PROMPT, fake_group
 from rl_jax.types import Outcome
@@ -118,3 +118,7 @@ def test_an_alarm_speaks_once_in_a_while_and_counts_between():
 def test_settings_have_a_word_for_each_guard():
     assert all(getattr(GuardSettings(), name) == "warn" for name in GUARDS)
     assert nonfinite({"unmeasured": Metric(0.0, 0)}) is None
+
+
+def test_each_guard_has_a_name_in_the_table_of_metrics():
+    assert unknown_names([f"alarm/{guard}" for guard in GUARDS]) == ()

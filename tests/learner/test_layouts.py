@@ -90,6 +90,7 @@ def batches(is_packed: bool) -> tuple[Batch, ...]:
         name: batch.place([t.logprobs * np.float32(scale) for t in members], np.float32)
         for name, scale in (
             ("old_logprobs", 0.95), ("reference_logprobs", 1.1), ("teacher_logprobs", 0.8), ("values", 0.1),
+            ("rewards", 0.3),
         )
     }  # fmt: skip
     out = [with_advantages(batch, groups(), extras, a, None, a.settings)[0] for a in algorithms()]
