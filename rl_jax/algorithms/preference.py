@@ -1,4 +1,4 @@
-"""Preference losses on pairs (DPO, IPO): the loss of a pair, and what it makes of one token.
+"""Preference losses on pairs: the loss of a pair (DPO, IPO), what it makes of one token, and what dpo and rm share.
 
 A pair's loss reads two sequences, which may lie in different rows or microbatches. Its gradient needs no such layout:
 d loss / d log p_t = +-loss'(x) for every token of the chosen (+) and the rejected (-) sequence, and x, the difference
@@ -6,16 +6,20 @@ of the two log-ratios, is known on the host from the log-probs at step start. Th
 the log-probs at which the gradient is taken: -A log p with A = -+loss'(x) has exactly the pair's gradient (dpo.py).
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from rl_jax.algorithms.advantages import group_rewards
+from rl_jax.algorithms import options
+from rl_jax.algorithms.advantages import group_rewards, trains_scored
+from rl_jax.algorithms.algorithm import LossInputs, Sums
+from rl_jax.algorithms.token_losses import reinforce
 from rl_jax.metrics import Metric
+from rl_jax.settings import AlgorithmSettings
 from rl_jax.types import Group, Trajectory
 
 PREFERENCES = ("sigmoid", "ipo")
@@ -128,3 +132,47 @@ def pairs_of(
             pairs.append((first + order[-1], first + order[0]))
         first += len(group.trajectories)
     return pairs
+
+
+class PairAlgorithm:
+    """Base of dpo and rm: in each group the best-rewarded trajectory is preferred to the worst.
+
+    The pair's slope stands on its members' trained tokens as advantages. The other members get 0, and the factor
+    S / pairs undoes what they add to the count of sequences, so the loss is the mean over pairs.
+    """
+
+    samples = False  # a pair need not come from the policy
+    loss_name = "preference/loss"
+
+    def __init__(self, settings: AlgorithmSettings):
+        self.settings = options.resolved(settings)
+        self.needs = options.needs(settings)
+
+    def pair_advantages(
+        self, pair: tuple[int, int], members: Sequence[Trajectory], extras: Mapping[str, Any]
+    ) -> tuple[float, float]:
+        """-d loss / d each trained token's log-prob (or reward) of the chosen and of the rejected. pair: of members."""
+        raise TypeError(f"{type(self).__name__} has no pair_advantages()")
+
+    def trains(self, trajectory: Trajectory) -> bool:
+        return trains_scored(trajectory, self.settings.overlong_filter)
+
+    def select(self, groups: Sequence[Group]):
+        kept = [group for group in groups if pairs_of([group], self.trains)]
+        uids = {group.uid for group in kept}
+        return kept, [(group.uid, "no_pair") for group in groups if group.uid not in uids]
+
+    def advantages(self, groups: Sequence[Group], extras, state):
+        members = [trajectory for group in groups for trajectory in group.trajectories]
+        out = [np.zeros(len(member.tokens), np.float32) for member in members]
+        pairs = pairs_of(groups, self.trains)
+        num_trained = sum(bool(self.trains(m) and m.loss_mask.any()) for m in members)
+        scale = num_trained / len(pairs) if pairs else 0.0
+        for pair in pairs:
+            for i, value in zip(pair, self.pair_advantages(pair, members, extras), strict=True):
+                out[i] = np.where(members[i].loss_mask, scale * value, 0.0).astype(np.float32)
+        return out, state
+
+    def token_loss(self, x: LossInputs):
+        sums: Sums = {}
+        return reinforce(x).loss, sums
