@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from rl_jax.data.corpus import Rows
+from rl_jax.data.corpus import Rows, batches
 from rl_jax.guards import Guards, GuardTripped, alarm_metrics
 from rl_jax.learner.batch import Batch, pack, with_advantages
 from rl_jax.metrics import Metric, merge_rows
@@ -74,25 +74,15 @@ class Driver:
 
     def run(self) -> DriverState:
         """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
-        p, cfg, state = self.parts, self.settings, self.state
+        p = self.parts
         p.buffer.select = p.algorithm.select  # here only: what is not trained is not filtered
         with on_sigterm(self._ask_stop):
-            self.publish(state.version)
-            if not state.evaluations:
-                self.evaluate("first")
-            elif self._is_evaluation_due() and state.evaluated < state.version:
-                self.evaluate("last")  # a stop cut it short
-            for step in range(state.version + 1, cfg.steps + 1):
-                self._or_stop(step, self.step)
-                if self._is_evaluation_due():
-                    self.evaluate("last")
-                if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
-                    self.save()
-            self.evaluate("last")
-            self.save()  # before the drain: what that cancels is issued again by a resume with more steps
+            self.publish(self.state.version)
+            # Saved before the drain: what that cancels is issued again by a resume with more steps.
+            self._train(self.step, self.evaluate)
             p.rollout.drain()
             p.ledger.check(in_flight=0)
-        return state
+        return self.state
 
     def collect(self) -> DriverState:
         """rollout_only: `steps` batches under the starting weights, saved and not trained.
@@ -127,21 +117,9 @@ class Driver:
 
         Raises Preempted, and what stream.next and learner.step raise.
         """
-        cfg, state = self.settings, self.state
         with on_sigterm(self._ask_stop):
-            if not state.evaluations:
-                self.measure("first")
-            elif self._is_evaluation_due() and state.evaluated < state.version:
-                self.measure("last")  # a stop cut it short
-            for step in range(state.version + 1, cfg.steps + 1):
-                self._or_stop(step, self._fit_step)
-                if self._is_evaluation_due():
-                    self.measure("last")
-                if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
-                    self.save()
-            self.measure("last")
-            self.save()
-        return state
+            self._train(self._fit_step, self.measure)
+        return self.state
 
     def step(self, step: int) -> None:
         """One turn of the loop: version step-1 -> step."""
@@ -151,10 +129,7 @@ class Driver:
         groups = p.buffer.take(step, should_stop=self._is_stopping)
         selected = p.buffer.selection_metrics()
         clock.lap("time/wait_for_batch_s")
-        with p.recorder.doing(f"the update of step {step}"):
-            batch = self.make_batch(groups)
-            clock.lap("time/batch_s")
-            learned = p.learner.step(batch, version=step - 1)
+        batch, learned = self._learn(step, groups, clock)
         p.rollout.consumed(step, groups)
         clock.lap("time/train_s")
         synced = self.publish(step)
@@ -215,22 +190,18 @@ class Driver:
                 self._save_and_stop(f"in the evaluation of version {state.version}")
             found[name] = result.success
             p.recorder.evaluation(state.version, name, result)
-        for name, success in found.items():
-            state.evaluations.setdefault(name, {})[when] = success
-            state.evaluations[name].setdefault("last", success)
-        state.evaluated = state.version
+        self._evaluated(when, found)
 
     def measure(self, when: str) -> None:
         """What evaluate is to a supervised run: the algorithm's figures of all held-out rows at the current weights.
 
         Counts when it is done: what a stop cut short is done again by a resume.
         """
-        p, state, size = self.parts, self.state, self.settings.data.batch_rows
-        clock, found = Stopwatch(), []
-        for start in range(0, len(p.held_out), size):
+        p, state = self.parts, self.state
+        clock, found, figures = Stopwatch(), [], {}
+        for groups in batches(p.held_out, self.settings.data.batch_rows):
             if self._is_stopping():
                 self._save_and_stop(f"in the evaluation of version {state.version}")
-            groups = [p.held_out[i] for i in range(start, min(start + size, len(p.held_out)))]
             batch = pack(groups, self.settings.learner, p.learner.balance)
             extras = p.learner.score(batch, p.algorithm.measured)
             found.append(p.algorithm.measure(groups, _per_member(batch, groups, extras)))
@@ -238,11 +209,7 @@ class Driver:
             figures = merge_rows(found)
             clock.lap("time/eval_s.held_out")
             p.recorder.held_out(state.version, figures, clock.metrics()["time/eval_s.held_out"])
-            for name, metric in figures.items():
-                value = metric.sum / metric.count
-                state.evaluations.setdefault(name, {})[when] = value
-                state.evaluations[name].setdefault("last", value)
-        state.evaluated = state.version
+        self._evaluated(when, {name: m.sum / m.count for name, m in figures.items()})
 
     def save(self) -> None:
         p = self.parts
@@ -261,6 +228,39 @@ class Driver:
             p.checkpointer.wait()
         p.recorder.event("saved", step=self.state.version)
 
+    def _train(self, act: Callable[[int], None], evaluate: Callable[[str], None]) -> None:
+        """Every step up to the last, with the evaluations and the saves that are due between them and at the end."""
+        cfg, state = self.settings, self.state
+        if not state.evaluations:
+            evaluate("first")
+        elif self._is_evaluation_due() and state.evaluated < state.version:
+            evaluate("last")  # a stop cut it short
+        for step in range(state.version + 1, cfg.steps + 1):
+            self._or_stop(step, act)
+            if self._is_evaluation_due():
+                evaluate("last")
+            if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
+                self.save()
+        evaluate("last")
+        self.save()
+
+    def _learn(
+        self, step: int, groups: Sequence[Group], clock: "Stopwatch"
+    ) -> tuple[Batch, dict[str, Metric]]:
+        """The batch of the groups and the learner's metrics of one step on it."""
+        with self.parts.recorder.doing(f"the update of step {step}"):
+            batch = self.make_batch(groups)
+            clock.lap("time/batch_s")
+            return batch, dict(self.parts.learner.step(batch, version=step - 1))
+
+    def _evaluated(self, when: str, found: Mapping[str, float]) -> None:
+        """An evaluation is done: its figures by name, as the first or the last of the run."""
+        state = self.state
+        for name, value in found.items():
+            state.evaluations.setdefault(name, {})[when] = value
+            state.evaluations[name].setdefault("last", value)
+        state.evaluated = state.version
+
     def _collect_step(self, step: int) -> None:
         p, cfg, clock = self.parts, self.settings, Stopwatch()
         p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
@@ -276,10 +276,7 @@ class Driver:
         groups, dropped = p.algorithm.select(groups)
         if dropped:
             p.recorder.event("filtered", step=step, dropped=[list(drop) for drop in dropped])
-        with p.recorder.doing(f"the update of step {step}"):
-            batch = self.make_batch(groups)
-            clock.lap("time/batch_s")
-            learned = p.learner.step(batch, version=step - 1)
+        batch, learned = self._learn(step, groups, clock)
         clock.lap("time/train_s")
         self.state.version = step
         with self._guarded(step, groups, batch, {**learned, **clock.metrics()}) as metrics:
@@ -299,10 +296,7 @@ class Driver:
         p, clock = self.parts, Stopwatch()
         groups = p.stream.next()
         clock.lap("time/wait_for_batch_s")
-        with p.recorder.doing(f"the update of step {step}"):
-            batch = self.make_batch(groups)
-            clock.lap("time/batch_s")
-            learned = dict(p.learner.step(batch, version=step - 1))
+        batch, learned = self._learn(step, groups, clock)
         clock.lap("time/train_s")
         self.state.version = step
         loss, figures = learned.pop("policy/loss"), {}

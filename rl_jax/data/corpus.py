@@ -189,6 +189,12 @@ class Chosen:
         return self._rows[int(self._places[i])]
 
 
+def batches(rows: Rows, size: int) -> Iterator[list[Group]]:
+    """All rows in order, `size` at a time; the last batch may be short."""
+    for start in range(0, len(rows), size):
+        yield [rows[i] for i in range(start, min(start + size, len(rows)))]
+
+
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
     """(number from 1, offset, bytes) of every line."""
     offset = 0
