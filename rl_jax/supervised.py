@@ -6,7 +6,6 @@ well) once there is a directory for their workers' logs. Both are the same after
 Must not: decide the order of a step (driver.py), or check what config.parse could.
 """
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from rl_jax.algorithms.options import entry_of
 from rl_jax.build_roles import Setting
 from rl_jax.config import ConfigError
-from rl_jax.data.corpus import Corpus, num_held_out, played_corpus, read_corpus
+from rl_jax.data.corpus import Corpus, batches, num_held_out, played_corpus, read_corpus
 from rl_jax.data.examples import ExampleRules
 from rl_jax.data.stream import num_steps
 from rl_jax.learner.batch import pack
@@ -24,8 +23,9 @@ from rl_jax.learner.roles import Roles
 from rl_jax.learner.scorer import FrozenPolicy, Remembered
 from rl_jax.models.model import Model
 from rl_jax.models.value import value_model
+from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.episode import EpisodeRules
-from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_trajectories
+from rl_jax.rollout.scripted import ScriptPlan, scripted_trajectories
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.settings import ModelSettings, Settings
 from rl_jax.start import make_learner
@@ -33,7 +33,6 @@ from rl_jax.tokens import ChatRenderer
 from rl_jax.types import Group
 
 NEED = "reference_logprobs"
-SCRIPTS_TIMEOUT_S = 600.0  # for one source's scripted episodes
 
 
 def read_rows(settings: Settings, renderer: ChatRenderer) -> Corpus | None:
@@ -85,18 +84,12 @@ def play_rows(settings: Settings, pool: EnvPool, renderer: ChatRenderer) -> Corp
             for source in filter(lambda source: source.script_episodes, settings.tasks.sources):
                 plan = ScriptPlan(source.script_episodes, source.script_skill, settings.seed)
                 tasks = pool.list_tasks(source.tag, "train")
-                groups += await asyncio.wait_for(
-                    scripted_trajectories(pool, tasks, renderer, rules, plan), SCRIPTS_TIMEOUT_S
-                )
-        except TimeoutError:
-            raise ScriptError(
-                f"the scripted episodes of a source were not played within {SCRIPTS_TIMEOUT_S:g} s"
-            ) from None
+                groups += await scripted_trajectories(pool, tasks, renderer, rules, plan)
         finally:
             await pool.close()
         return groups
 
-    return played_corpus(asyncio.run(play()), settings.data.eval_share, settings.seed)
+    return played_corpus(run_blocking(play()), settings.data.eval_share, settings.seed)
 
 
 def make_trained(
@@ -124,10 +117,9 @@ def remember_reference(roles: Roles, corpus: Corpus, settings: Settings) -> None
     role = roles.frozen.get(NEED)
     if not isinstance(role, FrozenPolicy):
         return
-    remembered, size = Remembered(role), settings.data.batch_rows
+    remembered = Remembered(role)
     for rows in (corpus.train, corpus.held_out):
-        for start in range(0, len(rows), size):
-            groups = [rows[i] for i in range(start, min(start + size, len(rows)))]
+        for groups in batches(rows, settings.data.batch_rows):
             remembered.score(pack(groups, settings.learner, roles.balance))
     remembered.close()
     roles.frozen[NEED] = remembered

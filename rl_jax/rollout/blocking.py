@@ -1,4 +1,4 @@
-"""A coroutine run to its end by a caller that blocks, wherever the caller is.
+"""A coroutine run to its end by a caller that blocks, wherever the caller is; and one that has a deadline.
 
 asyncio.run refuses a thread whose loop runs already, which is where a notebook's cells run; there the coroutine gets a
 thread and a loop of its own, and the caller's loop stands still meanwhile, as it does in any cell that blocks.
@@ -33,6 +33,18 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
     finally:
         thread.join()
+
+
+async def within(timeout_s: float, coroutine: Coroutine[Any, Any, T], late: Exception) -> T:
+    """Raises `late` after timeout_s: a bare TimeoutError would say nothing, and is an OSError."""
+    deadline = asyncio.timeout(timeout_s)
+    try:
+        async with deadline:
+            return await coroutine
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        raise late from None
 
 
 def _run(loop: asyncio.AbstractEventLoop, task: asyncio.Task, done: Future) -> None:

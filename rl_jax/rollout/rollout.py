@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from rl_jax.ledger import Ledger
+from rl_jax.rollout.blocking import within
 from rl_jax.rollout.buffer import Interrupted, SampleBuffer
 from rl_jax.rollout.dispatcher import Dispatcher
 from rl_jax.rollout.episode import EpisodeRules, EpisodeTools
 from rl_jax.rollout.evaluation import EvalResult, Evaluation, EvaluationFailed
 from rl_jax.rollout.player import Player
 from rl_jax.rollout.reward_service import RewardService
-from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_trajectories
+from rl_jax.rollout.scripted import ScriptPlan, scripted_trajectories
 from rl_jax.rollout.selection import dropped_counts
 from rl_jax.rollout.slots import Slots
 from rl_jax.rollout.worker import EnvError
@@ -183,14 +184,11 @@ class Rollout:
         except (EvaluationFailed, RolloutStopped) as error:
             raise self.failed or error from None  # the cause, not that nothing could be scored
 
-    def scripted(
-        self, tasks: Sequence[Task], num: int, skill: float, timeout_s: float = 600.0
-    ) -> list[Group]:
+    def scripted(self, tasks: Sequence[Task], num: int, skill: float) -> list[Group]:
         """Scripted episodes for the warm start; blocks. Raises ScriptError."""
         plan = ScriptPlan(num, skill, self.seed)
         scripts = scripted_trajectories(self.pool, tasks, self.renderer, self.rules, plan)
-        late = ScriptError(f"{num} scripted episodes were not played within {timeout_s:g} s")
-        return self._call(_within(timeout_s, scripts, late), timeout_s + SLACK_S)
+        return self._call(scripts, plan.timeout_s + SLACK_S)
 
     def issue_again(self, issued: Sequence[Any]) -> None:
         """After a resume, before want(): tasks that were pending, as tasks.IssuedTask; they come first."""
@@ -316,7 +314,7 @@ class Rollout:
     async def _begin(self) -> None:
         limit_s = self.settings.start_timeout_s + SLACK_S / 2
         late = EnvError("env_import", f"the environments did not start within {limit_s:g} s")
-        await _within(limit_s, self.pool.start(), late)
+        await within(limit_s, self.pool.start(), late)
         self._dispatcher.version = self.sampler.version()
         self._ticker = asyncio.create_task(self._tick())
 
@@ -394,15 +392,3 @@ class Rollout:
 async def _result(call: Callable[[], Any]) -> Any:
     """A plain call as a coroutine: it then runs on the loop."""
     return call()
-
-
-async def _within(timeout_s: float, coroutine: Coroutine, late: Exception) -> Any:
-    """Raises `late` after timeout_s: a bare TimeoutError would say nothing, and is an OSError."""
-    deadline = asyncio.timeout(timeout_s)
-    try:
-        async with deadline:
-            return await coroutine
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-        raise late from None

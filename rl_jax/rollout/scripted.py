@@ -17,6 +17,7 @@ import numpy as np
 from rl_jax.ledger import EpisodeRef
 from rl_jax.rewards.check import failed, from_steps
 from rl_jax.rollout.assembly import assemble
+from rl_jax.rollout.blocking import within
 from rl_jax.rollout.episode import Episode, EpisodeRules, EpisodeTools, run_episode
 from rl_jax.tokens import encodable
 from rl_jax.types import (
@@ -45,6 +46,7 @@ class ScriptPlan:
     num: int
     skill: float  # share of episodes that play the solution, 0..1
     seed: int
+    timeout_s: float = 600.0  # for all of them
 
 
 class ScriptSampler:
@@ -107,8 +109,10 @@ class ScriptSampler:
 async def scripted_trajectories(
     pool: Any, tasks: Sequence[Task], renderer: Any, rules: EpisodeRules, plan: ScriptPlan
 ) -> list[Group]:
-    """scripted_episodes as groups of one trajectory each."""
-    return [_group(e) for e in await scripted_episodes(pool, tasks, renderer, rules, plan)]
+    """scripted_episodes as groups of one trajectory each. Raises ScriptError too if plan.timeout_s is over."""
+    late = ScriptError(f"{plan.num} scripted episodes were not played within {plan.timeout_s:g} s")
+    episodes = scripted_episodes(pool, tasks, renderer, rules, plan)
+    return [_group(episode) for episode in await within(plan.timeout_s, episodes, late)]
 
 
 async def scripted_episodes(
