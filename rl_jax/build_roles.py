@@ -51,6 +51,10 @@ class Setting:
     max_rows: int  # most rows of a step's batch: one trajectory a row
     temperature: float  # at which log-probs are taken
 
+    def owns(self, source: Path | None) -> bool:
+        """Whether the run goes on from its own checkpoint."""
+        return source is not None and source.parent.parent.absolute() == self.run.absolute()
+
 
 def make_roles(job: Setting, policy: Learner | RewardModel, mode: str) -> Roles:
     """The policy, and its critic where the algorithm needs one; without weights."""
@@ -100,7 +104,7 @@ def open_roles(job: Setting, roles: Roles, mode: str, source: Path | None) -> No
             kept = job.run / REFERENCE / "checkpoints" / "step_0"
             found = RoleSource(kept, job.settings.model)
         else:
-            found = _pinned(job, where, is_resumed=_is_own(job, source))
+            found = _pinned(job, where, is_resumed=job.owns(source))
         roles.frozen[needed[where]] = _frozen(job, roles.policy, where, found)
 
 
@@ -133,7 +137,7 @@ def _frozen(job: Setting, policy: Learner, where: str, source: RoleSource) -> Fr
 def _keep_reference(job: Setting, policy: Learner, source: Path | None) -> None:
     """Into <run>/reference: what RL starts from. A fork of, or a replay from, a run that has one takes that one."""
     home = job.run / REFERENCE
-    if _is_own(job, source):
+    if job.owns(source):
         if not home.is_dir():
             raise CheckpointError(
                 f"{home} is gone: it held the policy that this run's reference is; put it back, or start another run"
@@ -177,8 +181,3 @@ def _pinned(job: Setting, where: str, is_resumed: bool) -> RoleSource:
             temporary.write_text(json.dumps(pins, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, pins_path)
     return replace(source, checkpoint=checkpoint)
-
-
-def _is_own(job: Setting, source: Path | None) -> bool:
-    """Whether the run goes on from its own checkpoint."""
-    return source is not None and source.parent.parent.absolute() == job.run.absolute()

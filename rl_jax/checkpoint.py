@@ -169,11 +169,7 @@ class Checkpointer:
         Raises: CheckpointError naming the file that does not verify, or the leaves that differ from what was saved.
         """
         self.wait()
-        fault = self._fault(step)
-        if fault is not None:
-            raise CheckpointError(
-                f"checkpoint step_{step} in {self.directory} cannot be used: {fault}"
-            )
+        self._require(step)
         manifest = self.manifest(step)
         want = _flatten(abstract_state)
         saved = manifest["leaves"]
@@ -190,10 +186,7 @@ class Checkpointer:
 
     def holds(self, step: int, prefix: str) -> bool:
         """Whether a step has a leaf whose name starts so. Raises: CheckpointError if the step cannot be used."""
-        if (fault := self._fault(step)) is not None:
-            raise CheckpointError(
-                f"checkpoint step_{step} in {self.directory} cannot be used: {fault}"
-            )
+        self._require(step)
         return any(name.startswith(prefix) for name in self.manifest(step)["leaves"])
 
     def manifest(self, step: int) -> dict[str, Any]:
@@ -248,6 +241,13 @@ class Checkpointer:
                 shutil.rmtree(path)
         for path in self.directory.glob(".trash_step_*"):
             shutil.rmtree(path)
+
+    def _require(self, step: int) -> None:
+        """Raises: CheckpointError naming why the step cannot be used."""
+        if (fault := self._fault(step)) is not None:
+            raise CheckpointError(
+                f"checkpoint step_{step} in {self.directory} cannot be used: {fault}"
+            )
 
     def _fault(self, step: int) -> str | None:
         """Why a step cannot be used; None if all its bytes verify. Asked once a process and step."""

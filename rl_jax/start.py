@@ -60,7 +60,7 @@ def starting_point(
     if source is None:
         roles.policy.init(jax.random.key(job.settings.seed))
         return DriverState(), {}, None
-    is_own = source.parent.absolute() == checkpointer.directory
+    is_own = job.owns(source)
     if is_own and not decision.is_exact:
         newest = checkpointer.latest()  # what does not verify is set aside, loudly
         if newest is None:

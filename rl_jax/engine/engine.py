@@ -97,21 +97,18 @@ class JaxEngine:
         return self._zero_params()
 
     def pack(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The form of named weights (in param_shardings) that the verbs take.
+        """The form of named weights (in param_shardings) that the verbs take; as Model.pack, it empties the dict."""
+        if self.served is self.model:
+            served = dict(params)
+            params.clear()
+            return served
+        return self.model.pack(params, self._join)
 
-        The dict is emptied on the way, so that no more than one weight's parts are held twice.
-        """
-        packed = {}
-        for name, place in self.served_shardings.items():
-            if name in params:
-                packed[name] = params.pop(name)
-                continue
-            join = self.model.joins[name]
-            key = (join.of, place)
-            if key not in self._joins:
-                self._joins[key] = jax.jit(join.of, out_shardings=place)
-            packed[name] = self._joins[key]([params.pop(part) for part in join.parts])
-        return packed
+    def _join(self, name: str, parts: list[jax.Array]) -> jax.Array:
+        of, place = self.model.joins[name].of, self.served_shardings[name]
+        if (of, place) not in self._joins:
+            self._joins[of, place] = jax.jit(of, out_shardings=place)
+        return self._joins[of, place](parts)
 
     # --- the six verbs ----------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ Must not: look at more than lengths (same lengths, same rows).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 from rl_jax.models.model import Model
 from rl_jax.models.value import ValueModel
@@ -37,7 +37,7 @@ def pair_cost(model: Model | ValueModel) -> float:
     """
     s = model.settings
     matrices = sum(
-        _size(array.shape)
+        prod(array.shape)
         for name, array in model.abstract.items()
         if array.ndim > 1 and "vocab" not in model.logical_axes[name]
     )
@@ -137,10 +137,3 @@ def _paired(cells: list[Cell], lengths: Sequence[int], by: Balance) -> list[Cell
 
 def _cost(cell: Cell, lengths: Sequence[int], by: Balance) -> float:
     return sum(by.cost(lengths[i]) for row in cell for i in row)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= n
-    return out

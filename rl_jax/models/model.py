@@ -75,11 +75,25 @@ class Model:
         """Params in another dtype: a served copy is cast once, when it is made."""
         return {name: array.astype(dtype) for name, array in params.items()}
 
-    def pack(self, params: Mapping[str, jax.Array]) -> Params:
-        """Params of `packed`: joined arrays, and the others as they are."""
+    def pack(
+        self,
+        params: dict[str, jax.Array],
+        join: Callable[[str, list[jax.Array]], jax.Array] | None = None,
+    ) -> Params:
+        """Params of `packed`: joined arrays, and the others as they are.
+
+        The dict is emptied on the way, so that no more than one weight's parts are held twice. join: makes the packed
+        weight of a name from its parts; None = as `joins` says, where the parts lie.
+        """
         assert self.packed is not None, "these are packed already"
-        joined = {n: join.of([params[p] for p in join.parts]) for n, join in self.joins.items()}
-        return {n: joined[n] if n in joined else params[n] for n in self.packed.abstract}
+        join = join or (lambda name, parts: self.joins[name].of(parts))
+        packed = {}
+        for name in self.packed.abstract:
+            if name in params:
+                packed[name] = params.pop(name)
+            else:
+                packed[name] = join(name, [params.pop(part) for part in self.joins[name].parts])
+        return packed
 
     def hidden(
         self,

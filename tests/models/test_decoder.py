@@ -324,7 +324,7 @@ def test_packed_weights_give_the_same_hidden_states():
     positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
     mask = causal_segment_mask(positions, positions, positions * 0, positions * 0)
     attend = lambda _, q, k, v: attention(q, k, v, mask)
-    packed = model.pack(params)
+    packed = model.pack(dict(params))
     assert sorted(packed) == sorted(model.packed.abstract) != sorted(params)
     assert all(x.shape == model.packed.abstract[n].shape for n, x in packed.items())
     got = model.packed.hidden(packed, tokens, positions, attend)
