@@ -31,6 +31,7 @@ def main() -> None:
     args = parser.parse_args()
     settings = parse(["--config=quickstart"]).settings
     plan = MeshPlan.from_settings(settings.mesh, settings.model)
+    backend.avoid_broken_fusions()
     backend.simulate_cpu_devices(plan.num_devices)
     backend.use_platform(settings.mesh.platform)
     backend.enable_compile_cache()

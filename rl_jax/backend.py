@@ -6,9 +6,12 @@ them first. Must not import jax: a config error has to be told before the 3 s th
 
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 DEVICE_FLAG = "--xla_force_host_platform_device_count"
+FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type"
+SOUND_FUSIONS = (0, 11, 2)  # jaxlib
 
 
 class BackendError(RuntimeError):
@@ -41,6 +44,18 @@ def enable_compile_cache(directory: Path | str | None = None) -> Path:
         for name, value in values.items():
             jax.config.update(name, value)
     return path
+
+
+def avoid_broken_fusions() -> None:
+    """Turn off fusions of the CPU backend that compute wrong numbers or crash; what XLA_FLAGS says of them wins.
+
+    jaxlib 0.10.2 returns silently wrong sums of products, as gradients under vmap (github.com/jax-ml/jax/issues/39103);
+    it and 0.11.0 crash on some (.../39257). XLA reads the flag when the first program is compiled, not at JAX's import.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    version = tuple(int(part) for part in metadata.version("jaxlib").split(".")[:3])
+    if version < SOUND_FUSIONS and FUSION_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {FUSION_FLAG}=".strip()
 
 
 def use_platform(platform: str) -> None:

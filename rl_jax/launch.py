@@ -72,6 +72,7 @@ def _main(argv: Sequence[str]) -> int:
 def _set_backend(mesh: MeshSettings, model: ModelSettings) -> None:
     """Tell JAX, before its import, which backend and how many simulated devices. Raises BackendError."""
     plan = MeshPlan.from_settings(mesh, model)
+    backend.avoid_broken_fusions()
     if mesh.platform == "cpu" or all(pool.hardware == "cpu" for pool in plan.pools):
         backend.simulate_cpu_devices(plan.num_devices)  # on an accelerator this changes nothing
     backend.use_platform(mesh.platform)

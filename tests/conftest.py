@@ -3,9 +3,10 @@
 import os
 from pathlib import Path
 
-from rl_jax.backend import enable_compile_cache, simulate_cpu_devices
+from rl_jax.backend import avoid_broken_fusions, enable_compile_cache, simulate_cpu_devices
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+avoid_broken_fusions()
 simulate_cpu_devices(8)
 enable_compile_cache(Path(__file__).resolve().parents[1] / ".cache" / "xla")
 

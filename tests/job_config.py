@@ -9,7 +9,8 @@ def get_config() -> ConfigDict:
     config = default_config()
     config.steps = 3
     config.model.update(embed_size=32, head_dim=8, mlp_size=64)
-    config.engine.update(slots=8, context=128, chunk_sizes=(64,), chunk_requests=4)
+    # One request a chunk: on some processors and versions of XLA a row's bits depend on its place in a product.
+    config.engine.update(slots=8, context=128, chunk_sizes=(64,), chunk_requests=1)
     config.rollout.update(
         batch_groups=2, group_size=2, max_staleness=0, max_new_tokens=3, max_turns=3
     )

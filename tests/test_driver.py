@@ -97,10 +97,12 @@ class Reference:
         seen = env.reset(issued.task, env_seed(self.s.seed, issued.epoch, issued.index))
         context = list(self.renderer.first(issued.task.messages + seen.messages))
         logprobs, sampled, rewards = [0.0] * len(context), [False] * len(context), []
+        state, known = self.engine.init_state(), 0  # of the context, tokens whose KV is in the slot
         while len(rewards) < self.s.rollout.max_turns:
             seed = sample_seed(self.s.seed, issued.epoch, issued.index, sample, len(rewards))
-            tokens, values = self.turn(params, context, seed)
+            state, tokens, values = self.turn(params, state, context, known, seed)
             context += tokens
+            known = len(context) - 1
             logprobs, sampled = logprobs + values, sampled + [True] * len(tokens)
             seen = env.step(self.renderer.parse(np.array(tokens)))
             rewards.append(seen.reward)
@@ -121,11 +123,11 @@ class Reference:
             Reward(float(sum(rewards)), {}, (), "scored", ""), Outcome.OK, None, None, version,
         )  # fmt: skip
 
-    def turn(self, params, context, seed):
-        """The context computed anew, then one block after the other."""
-        s, state, slot = self.s, self.engine.init_state(), np.zeros(1, np.int32)
+    def turn(self, params, state, context, known, seed):
+        """What the slot lacks of the context is appended, then a block is generated."""
+        s, slot = self.s, np.zeros(1, np.int32)
         params = self.engine.pack(dict(params))
-        for start in range(0, len(context) - 1, s.engine.chunk_sizes[-1]):
+        for start in range(known, len(context) - 1, s.engine.chunk_sizes[-1]):
             piece = context[start : min(start + s.engine.chunk_sizes[-1], len(context) - 1)]
             chunk = pack_chunk([Piece(np.array(piece, np.int32), start)], s.engine.chunk_sizes)
             state = self.engine.append(params, state, slot, chunk)
@@ -144,12 +146,12 @@ class Reference:
                 one(1, np.int32),
             ),
         )  # fmt: skip
-        _, block = self.engine.generate(params, state)  # max_new_tokens fits into one block
+        state, block = self.engine.generate(params, state)  # max_new_tokens fits into one block
         valid = np.asarray(block.valid)[0]
-        return (
-            np.asarray(block.tokens)[0][valid].tolist(),
-            np.asarray(block.logprobs)[0][valid].tolist(),
+        tokens, logprobs = (
+            np.asarray(a)[0][valid].tolist() for a in (block.tokens, block.logprobs)
         )
+        return state, tokens, logprobs
 
 
 def test_synchronous_training_equals_a_straight_loop_bit_for_bit(one_device):
@@ -167,12 +169,14 @@ def test_synchronous_training_equals_a_straight_loop_bit_for_bit(one_device):
     assert any(row["optim/grad_norm"] > 0 for row in trained), "nothing was learned in either loop"
 
 
+@pytest.mark.slow
 def test_the_sampler_and_the_trainer_agree_at_lag_zero(one_device, split):
     for directory in (one_device, split):
         summary = json.loads((directory / "summary.json").read_text())
         assert 0 < summary["mismatch"]["lag0_mean_abs"] < 1e-5
 
 
+@pytest.mark.slow
 def test_replaying_saved_batches_gives_the_same_loss_on_both_meshes(one_device, tmp_path):
     replay = f"--config.rollout.replay_dir={one_device}"
     runs = [
@@ -184,6 +188,7 @@ def test_replaying_saved_batches_gives_the_same_loss_on_both_meshes(one_device, 
     np.testing.assert_allclose(losses[0], losses[1], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_sampled_tokens_agree_between_the_meshes_at_staleness_zero(one_device, split):
     total = same = 0
     for step in range(1, STEPS + 1):
@@ -205,6 +210,7 @@ def test_the_ledger_accounts_for_every_episode(one_device):
     assert not summary["episodes"]["RUNNING"]
 
 
+@pytest.mark.slow
 def test_asynchronous_training_holds_its_staleness_bound(tmp_path):
     directory = run_job(
         tmp_path, "--mesh=split_8:train1", "--config.rollout.max_staleness=1", "--config.steps=4"
@@ -216,6 +222,7 @@ def test_asynchronous_training_holds_its_staleness_bound(tmp_path):
     assert "mismatch/abs_mean_lag1_pure" in rows(directory)[-1]
 
 
+@pytest.mark.slow
 def test_sum_norm_aggregation_divides_by_the_context_unless_told_otherwise(one_device, tmp_path):
     words = ["--mode=train_only", f"--config.rollout.replay_dir={one_device}", "--config.steps=1"]
     words += ["--config.algorithm.name=sft"]  # its loss is never 0
@@ -253,6 +260,7 @@ def test_sync_that_fails_says_what_failed_on_which_server(state, tries):
     assert f"version 1 ended {state} after {tries} of 3 tries: {detail}" in str(failed.value)
 
 
+@pytest.mark.slow
 def test_rollout_only_saves_episodes_and_trains_nothing(tmp_path):
     directory = run_job(tmp_path / "a", "--mode=rollout_only", "--config.steps=2")
     summary = json.loads((directory / "summary.json").read_text())
@@ -293,6 +301,7 @@ def with_roles(one_device, tmp_path_factory):
 PPO_AND_KL = ("--config.algorithm.name=ppo", "--config.algorithm.kl.coef=0.1")
 
 
+@pytest.mark.slow
 def test_critic_and_reference_are_the_same_ones_after_a_resume(one_device, with_roles, tmp_path):
     replay(tmp_path, one_device, *PPO_AND_KL, "--config.steps=2")
     replay(tmp_path, one_device, *PPO_AND_KL)

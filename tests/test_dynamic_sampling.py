@@ -29,6 +29,7 @@ def picky(tmp_path_factory):
     return run_job(root / "straight", *words), run_job(root / "resumed", *words)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_where_a_straight_one_does(picky):
     """With groups that are filtered and replaced before and after the checkpoint."""
     reference = Reference(parse([CONFIG]).settings).learner
@@ -43,6 +44,7 @@ def test_a_resumed_run_ends_where_a_straight_one_does(picky):
     assert [row["step"] for row in rows(picky[1])] == [1, 2]
 
 
+@pytest.mark.slow
 def test_trainer_and_sampler_agree_where_sampling_was_cut(picky):
     """L7: temperature 0.7, top-p 0.8 of 24 ids; the trainer's distribution is over the ids that were left."""
     first = rows(picky[0])[0]
@@ -56,6 +58,7 @@ def test_trainer_and_sampler_agree_where_sampling_was_cut(picky):
     assert (member.logprobs[member.loss_mask] > full + 0.1).any(), "nothing was cut"
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_trains_whole_batches_of_groups_that_differ(picky):
     fates = []
     for directory in picky:
@@ -78,6 +81,7 @@ def test_dynamic_sampling_trains_whole_batches_of_groups_that_differ(picky):
     assert row["filter/batches"] >= 1 and 0 < row["filter/kept"] <= 1
 
 
+@pytest.mark.slow
 def test_an_alarm_is_in_every_row_and_once_in_the_events(picky):
     assert [row["alarm/lag0"] for row in rows(picky[0])] == [1, 1]
     events = map(json.loads, (picky[0] / "events.jsonl").read_text().splitlines())

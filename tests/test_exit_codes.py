@@ -66,6 +66,7 @@ def test_environment_must_offer_what_the_mode_needs():
         prepare_tasks(parse([CONFIG]).settings, pool, "eval")
 
 
+@pytest.mark.slow
 def test_evaluation_that_scores_nothing(tmp_path, capsys):
     code, lines = told(capsys, tmp_path, "--mode=eval", "--config.eval.timeout_s=0.001")
     assert code == 5 and len(lines) == 1 and "none of 2 episodes got a score" in lines[0]
@@ -76,6 +77,7 @@ def test_evaluation_that_scores_nothing(tmp_path, capsys):
     assert "none of 2 episodes" in lines[0] and "the last failure, env_error: " in lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -100,6 +102,7 @@ def test_memory_that_is_too_small(tmp_path, capsys, monkeypatch):
     assert "in init" in (tmp_path / "logs" / "latest" / "driver.log").read_text()  # the trace
 
 
+@pytest.mark.slow
 def test_saved_episodes_that_do_not_fit_or_are_damaged(tmp_path, capsys, sampled):
     words = ["--mode=train_only", f"--config.rollout.replay_dir={sampled}"]
     small = ["--config.engine.context=16", "--config.learner.row_tokens=16"]

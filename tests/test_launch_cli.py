@@ -24,6 +24,7 @@ def launched(*words, cwd=ROOT, timeout=120, env=None):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_imports_that_patch_the_importer_are_done_before_a_server_compiles(tmp_path):
     """A thread that imports while they load gets lazy modules: a server died of it while it compiled."""
     script = (

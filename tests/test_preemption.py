@@ -60,6 +60,7 @@ def sampled(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "rollout_only"])
 def test_sigterm_while_a_batch_is_waited_for_saves_and_the_run_goes_on(
     tmp_path, monkeypatch, capsys, mode
@@ -88,6 +89,7 @@ def test_sigterm_in_a_replay_saves_and_the_rest_is_trained_after_it(tmp_path, mo
     assert list(losses(tmp_path / "cut")) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_sigterm_in_an_evaluation_of_a_training_run_saves_and_a_resume_does_it_again(
     tmp_path, monkeypatch, capsys
 ):
@@ -111,6 +113,7 @@ def test_sigterm_in_an_evaluation_of_a_training_run_saves_and_a_resume_does_it_a
     assert list(played) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_second_sigterm_does_not_wait_for_a_save(tmp_path, monkeypatch, capsys):
     save = Checkpointer.save
 
@@ -154,6 +157,7 @@ def test_a_replay_starts_where_its_first_batch_did_and_leads_on(tmp_path, capsys
     assert "was sampled by version 0, and checkpoints/step_0 is not there (it has [3])" in told
 
 
+@pytest.mark.slow
 def test_sigterm_in_an_evaluation_ends_it_at_once(tmp_path, monkeypatch, capsys):
     sigterm_at(monkeypatch, Rollout, "evaluate", "even")
     assert run(tmp_path, "--mode=eval") == 75

@@ -64,6 +64,7 @@ def taught(tmp_path_factory, words):
     return directory
 
 
+@pytest.mark.slow
 def test_sft_learns_its_rows_by_heart_and_says_so(taught):
     curve, held_out = losses(taught), losses(taught, "sft/loss.held_out")
     assert len(curve) == 60 and curve[1] > 4 and max(list(curve.values())[-5:]) < 0.1
@@ -76,6 +77,7 @@ def test_sft_learns_its_rows_by_heart_and_says_so(taught):
     assert json.loads((taught / "STATUS.json").read_text())["state"] == "done"
 
 
+@pytest.mark.slow
 def test_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, taught, words):
     whole, sent = Recorder.fitted, []
 
@@ -93,6 +95,7 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, taught
     assert losses(tmp_path, "sft/loss.held_out") == losses(taught, "sft/loss.held_out")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_save_waits_for_it_and_says_interrupted(tmp_path, monkeypatch, words, capsys):
     hashed = checkpoint._sync_and_hash
 
@@ -110,6 +113,7 @@ def test_ctrl_c_in_a_save_waits_for_it_and_says_interrupted(tmp_path, monkeypatc
     assert checkpoint._verify(step) is None
 
 
+@pytest.mark.slow
 def test_full_disk_names_the_file_and_what_to_do(tmp_path, taught, words, capsys):
     shutil.copytree(taught, tmp_path / "run", symlinks=True)
     (tmp_path / "run" / "summary.json").unlink()
@@ -124,6 +128,7 @@ def test_full_disk_names_the_file_and_what_to_do(tmp_path, taught, words, capsys
     assert (status["state"], status["error"]) == ("failed", line)
 
 
+@pytest.mark.slow
 def test_rl_starts_from_the_weights_with_an_optimizer_of_its_own(tmp_path, taught):
     assert run(tmp_path, f"--resume={taught}", "--config.steps=0") == 0
     before, after = saved(taught, 60), saved(tmp_path, 0)
@@ -136,12 +141,14 @@ def test_rl_starts_from_the_weights_with_an_optimizer_of_its_own(tmp_path, taugh
     assert [row["step"] for row in evaluated] == [0, 0]  # first, and last
 
 
+@pytest.mark.slow
 def test_taught_policy_is_evaluated_where_it_was_taught(taught, capsys):
     stored = json.loads((taught / "config.json").read_text())
     assert stored["data"]["path"]
     assert launch.main([f"--run_dir={taught}", "--mode=eval"]) == 0
 
 
+@pytest.mark.slow
 def test_scripts_are_rows_where_no_path_is_given(tmp_path):
     words = [SFT, ECHO, "--config.tasks.sources[0].script_episodes=6", "--config.data.batch_rows=4",
              "--config.rollout.max_new_tokens=12", "--config.data.eval_share=0.34"]  # fmt: skip
@@ -199,6 +206,7 @@ def test_config_that_would_not_be_read_is_refused(given, told):
 PAIRS = [{"prompt": p, "chosen": f"yes{p}", "rejected": f"no{p}"} for p in "abcdefgh"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rm", "dpo"])
 def test_pairs_are_told_apart_also_those_held_out(tmp_path, name, taught):
     """From the weights that sft made: a reward model, and a policy with that policy as its reference."""

@@ -150,6 +150,7 @@ def test_a_step_by_the_kernels_equals_the_portable_step(qk_norm):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_kernels_lower_for_a_gpu_and_on_a_mesh():
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     new, cache = (bf16(S, K, 16), bf16(S, K, 16)), (bf16(S, T, K, 16), bf16(S, T, K, 16))

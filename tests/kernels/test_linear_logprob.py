@@ -163,6 +163,7 @@ def test_memory_is_that_of_a_chunk_not_of_all_logits():
     assert temporary < T * V  # a quarter of the logits
 
 
+@pytest.mark.slow
 def test_hopper_kernels_lower_for_cuda_from_a_cpu():
     case = draw((2, 300, 64), 700, jnp.bfloat16)
     for cluster in (1, 2):

@@ -232,6 +232,7 @@ def check(data: int, tensor: int) -> None:
                     )
 
 
+@pytest.mark.slow
 def test_every_loss_has_a_gradient_to_compare():
     want = reference()
     assert set(want) == {*ALGORITHMS, "critic"}
@@ -239,6 +240,7 @@ def test_every_loss_has_a_gradient_to_compare():
         assert max(np.abs(g).max() for g in gradient.values()) > 1e-3, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (4, 2)])
 def test_every_loss_has_one_gradient_in_every_layout(data, tensor):
     check(data, tensor)

@@ -97,6 +97,7 @@ def test_frozen_policy_scores_as_the_learner_does_by_its_program_and_on_another_
         roles.score(batch, {"values"})
 
 
+@pytest.mark.slow
 def test_frozen_policy_keeps_its_weights_while_the_learner_moves(learner, model_and_params):
     learner.reset(model_and_params[1])
     reference = FrozenPolicy(learner.scorer, learner.params)
@@ -112,6 +113,7 @@ def test_frozen_policy_keeps_its_weights_while_the_learner_moves(learner, model_
 # --- the critic ---
 
 
+@pytest.mark.slow
 def test_critic_learns_the_returns_and_says_how_well(roles):
     groups = groups_of()
     first = roles.step(batch_for(roles, groups))

@@ -268,6 +268,7 @@ def test_a_dead_or_hung_worker_is_replaced_and_blames_one_episode(bench, fault, 
     assert not worker.is_running() and not living_in_group(worker.pid)
 
 
+@pytest.mark.slow
 def test_a_hang_in_reset_has_its_own_deadline(bench):
     with pytest.raises(
         EnvError, match=f"reset of r/0/0/0 took more than rollout.reset_timeout_s={TIMEOUT_S}"
@@ -385,6 +386,7 @@ UNSCORED = {
 }
 
 
+@pytest.mark.slow
 def test_each_way_a_scorer_can_answer_has_its_own_status():
     source = TaskSource(
         "good", "rl_jax.testing.envs:EchoEnv", "rl_jax.testing.envs:MisbehavingScorer"
@@ -499,6 +501,7 @@ def assert_gone_after_driver(fault: str, within_s: float):
     assert not psutil.pid_exists(int(pid))
 
 
+@pytest.mark.slow
 def test_a_hung_worker_ends_with_a_killed_driver():
     assert_gone_after_driver("hang", within_s=10)
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from rl_jax.ledger import Ledger
 from rl_jax.rollout.buffer import SampleBuffer
@@ -69,6 +70,7 @@ def test_two_tags_scored_by_environment_and_by_scorer(tmp_path):
         assert group.trajectories[0].reward.value == 2.0
 
 
+@pytest.mark.slow
 def test_hanging_environment_costs_its_own_group_only(tmp_path):
     """Fault 1: step hangs; the worker is killed at step_timeout_s, its other episodes are issued again."""
     bad = TaskSource(
