@@ -33,6 +33,7 @@ from rl_jax.disk import disk_full
 from rl_jax.driver import Driver, Parts, SyncFailed
 from rl_jax.guards import GuardTripped
 from rl_jax.learner.batch import BatchError
+from rl_jax.learner.flops import peak_flops
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.roles import Roles
 from rl_jax.learner.trained import NonFiniteError
@@ -413,8 +414,9 @@ def _recorder(job: Job) -> Recorder:
     writer = MetricsWriter(job.run_dir.path, job.run_dir.attempt)
     job.stack.callback(writer.close)
     return Recorder(
-        job.run_dir, writer, job.progress, job.settings.metrics, job.renderer.tokenizer.decode
-    )
+        job.run_dir, writer, job.progress, job.settings.metrics, job.renderer.tokenizer.decode,
+        peak_flops(job.meshes.train),
+    )  # fmt: skip
 
 
 def _warm_start(job: Job, model: Model, learner: Learner, parts: Parts, recorder: Recorder) -> None:

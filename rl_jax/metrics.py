@@ -22,13 +22,16 @@ from typing import Any
 LOG = logging.getLogger(__name__)
 
 # name -> one-line meaning. A name may end in ".x": one task tag, evaluation or reason. lag{n}: n = consuming version
-# minus the version that sampled the token; pure or mixed: whether all KV behind the token was of that version.
+# minus the version that sampled the token, 9 stands for 9 and more; pure or mixed: whether all KV behind the token was
+# of that version.
 METRICS = {
     "reward/mean": "reward of the trained trajectories",
     "reward/std": "standard deviation of the reward over trajectories",
     "reward/success": "share of trained trajectories whose reward is 1",
     "filter/kept": "share of the groups completed since the batch before that the algorithm selected",
     "filter/batches": "groups completed for the batch, in batches: rounds of dynamic sampling",
+    "reward/mean_all": "reward of all trajectories completed since the batch before, what was not selected included",
+    "reward/success_all": "of them, the share whose reward is 1",
     "reward/zero_std_groups": "share of groups whose rewards are all equal (no gradient from them)",
     "eval/success": "share of evaluation episodes whose reward is 1",
     "eval/episodes": "evaluation episodes that were scored",
@@ -51,9 +54,12 @@ METRICS = {
     "data/epoch": "passes over the rows that were given, the step's included",
     "mismatch/abs_mean": "mean |trainer log-prob - sampler log-prob| a trained token, all lags",
     "mismatch/abs_max": "largest |trainer log-prob - sampler log-prob| of any trained token",
+    "mismatch/abs_p50": "median of the same",
     "mismatch/abs_p99": "99th percentile of the same",
     "mismatch/k1": "mean(log p_sampler - log p_trainer): KL(sampler || trainer), unbiased and noisy",
+    "mismatch/k2": "mean((log p_sampler - log p_trainer)^2) / 2: biased, with little noise",
     "mismatch/k3": "mean(rho - log rho - 1), rho = p_trainer / p_sampler: the same KL with less noise",
+    "mismatch/chi2": "mean(rho^2) - 1: what the variance of importance-weighted sums grows with",
     "mismatch/abs_mean_lag{n}_pure": "the mean at one lag, KV of the token's own version only",
     "mismatch/abs_mean_lag{n}_mixed": "the mean at one lag, some KV of another version",
     "mismatch/k3_lag{n}_pure": "k3 at one lag, pure",
@@ -71,6 +77,7 @@ METRICS = {
     "critic/skipped": "1 if the critic's update was not finite and was skipped",
     "staleness/mean": "consuming version minus the version of a trained token",
     "staleness/max": "the largest of them",
+    "staleness/share_lag{n}": "share of the trained tokens that are n versions old",
     "length/response": "sampled tokens of a trained trajectory",
     "length/response_p90": "90th percentile of them",
     "length/turns": "turns of a trained trajectory",
@@ -83,6 +90,7 @@ METRICS = {
     "batch/trajectories": "trajectories of the step",
     "batch/tokens": "tokens of the step, prompts and observations included",
     "batch/trained_tokens": "tokens of the step with a loss",
+    "batch/tflops": "10^12 FLOPs of the policy's forward and backward: nothing recomputed, no padding",
     "batch/fill": "share of the packed rows' positions that hold a token",
     "time/step_s": "seconds of a driver step",
     "time/wait_for_batch_s": "seconds the driver waited for groups",
@@ -95,6 +103,7 @@ METRICS = {
     "sync/pause_s": "longest pause of any server at the swap",
     "sync/bytes": "bytes staged on all servers",
     "perf/decode_tokens_per_s": "sampled tokens of all servers a second of the step",
+    "perf/train_mfu": "batch/tflops over what the train devices' bfloat16 peak does in time/train_s",
     "perf/train_tokens_per_s": "tokens of the batch a second of the learner's step",
     "perf/prefill_tokens_per_s": "tokens whose KV was computed from a prompt, a second of the step",
     "serve/prefill_tokens": "prompt tokens computed by prefill, in the step",

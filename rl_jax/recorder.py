@@ -37,9 +37,11 @@ class Recorder:
         progress: Progress,
         settings: MetricsSettings,
         render: Callable[[np.ndarray], str],  # tokens i32[n] -> text, for the traces
+        peak_flops: float
+        | None = None,  # of the train mesh a second; None: not known, no utilisation
     ):
         self._run_dir, self._writer, self.progress = run_dir, writer, progress
-        self._settings, self._render = settings, render
+        self._settings, self._render, self._peak_flops = settings, render, peak_flops
         self._serving: Callable[[], Mapping[str, float]] = dict
         self._last_serving: dict[str, float] = {}
         self._last_policy_wait_s = 0.0
@@ -186,6 +188,8 @@ class Recorder:
             return out  # nothing was trained
         out["goodput/run"] = train.sum / row["time/step_s"].sum
         out["perf/train_tokens_per_s"] = row["batch/tokens"].sum / train.sum
+        if self._peak_flops and "batch/tflops" in row:
+            out["perf/train_mfu"] = row["batch/tflops"].sum * 1e12 / train.sum / self._peak_flops
         self._useful[0] += row["batch/trained_tokens"].sum
         self._useful[1] += row.get("serve/decode_tokens", 0.0)
         if self._useful[1] > 0:

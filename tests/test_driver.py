@@ -177,6 +177,14 @@ def test_the_sampler_and_the_trainer_agree_at_lag_zero(one_device, split):
 
 
 @pytest.mark.slow
+def test_they_agree_at_another_temperature_too(tmp_path):
+    run = run_job(tmp_path / "run", "--config.rollout.temperature=0.7", "--config.steps=2")
+    summary = json.loads((run / "summary.json").read_text())
+    assert 0 < summary["mismatch"]["lag0_mean_abs"] < 1e-5
+    assert any(row["optim/grad_norm"] > 0 for row in rows(run))
+
+
+@pytest.mark.slow
 def test_replaying_saved_batches_gives_the_same_loss_on_both_meshes(one_device, tmp_path):
     replay = f"--config.rollout.replay_dir={one_device}"
     runs = [

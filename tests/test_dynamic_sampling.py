@@ -78,6 +78,7 @@ def test_dynamic_sampling_trains_whole_batches_of_groups_that_differ(picky):
     (row,) = [row for row in rows(picky[0]) if row["step"] == 2]
     num = row["episodes/dropped_filtered.equal_rewards"]
     assert num == sum(reason is not None for _, _, reason in straight)
+    assert row["reward/success"] == 0.5 != row["reward/success_all"]
     assert row["filter/batches"] >= 1 and 0 < row["filter/kept"] <= 1
 
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from rl_jax.algorithms.algorithm import Algorithm
 from rl_jax.learner.batch import Batch
+from rl_jax.learner.flops import train_flops
 from rl_jax.learner.mismatch import mismatch_metrics
 from rl_jax.learner.rows import Rows
 from rl_jax.learner.scorer import Scorer
@@ -80,7 +81,11 @@ class Learner(TrainedModel):
             **metrics,
             **mismatch_metrics(out["mismatch"]),
             **batch_metrics(batch, version, self.algorithm.samples),
+            "batch/tflops": Metric(self._flops(batch) / 1e12, 1),
         }
+
+    def _flops(self, batch: Batch) -> float:
+        return train_flops(self.model, batch.seq_len.tolist(), int(batch.targets_mask.sum()))
 
     def score(self, batch: Batch, needs: Iterable[str]) -> dict[str, np.ndarray]:
         """The extras an algorithm needs, f32[B, T] each, 0 where not trained.

@@ -9,8 +9,9 @@ Must not: look at more than lengths (same lengths, same rows).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 
+from rl_jax.learner.flops import matrix_weights
 from rl_jax.models.model import Model
 from rl_jax.models.value import ValueModel
 
@@ -36,12 +37,7 @@ def pair_cost(model: Model | ValueModel) -> float:
     the sequence's L tokens, 4 FLOPs each a head dimension and layer.
     """
     s = model.settings
-    matrices = sum(
-        prod(array.shape)
-        for name, array in model.abstract.items()
-        if array.ndim > 1 and "vocab" not in model.logical_axes[name]
-    )
-    return s.num_layers * s.num_heads * s.head_dim / matrices
+    return s.num_layers * s.num_heads * s.head_dim / matrix_weights(model)
 
 
 def balanced_rows(

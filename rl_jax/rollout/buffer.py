@@ -114,6 +114,7 @@ class SampleBuffer:
         chosen, reasons = selected(group, self.select)
         reason = None
         with self._change:
+            self._selection.saw(group)
             if self._version - oldest > self._settings.max_staleness:
                 reason = "stale"
             elif chosen is None:

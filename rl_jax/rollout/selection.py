@@ -2,8 +2,9 @@
 
 A live run asks `Algorithm.select` about each group as it completes, so what it refuses takes no room and is replaced at
 once. The bound counts, by tag, the groups that were refused since a batch was handed on; it is looked at only while a
-batch is not full, so filtering beside a full buffer never ends a run.
-Must not: know rewards or algorithms, or write to the ledger (buffer.py does).
+batch is not full, so filtering beside a full buffer never ends a run. Rewards are counted before the answer too: what
+is trained says little of how the policy does where only mixed groups are kept.
+Must not: know algorithms, or write to the ledger (buffer.py does).
 """
 
 from collections import Counter
@@ -29,6 +30,12 @@ class Selection:
     share: int  # groups of a tag in a batch
     kept: int = 0
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)  # (tag, reason) -> groups
+    rewards: list[float] = field(default_factory=list)  # of every member of every group
+
+    def saw(self, group: Group) -> None:
+        """Count a complete group, whatever becomes of it."""
+        values = [t.reward.value for t in group.trajectories]
+        self.rewards += [value for value in values if value is not None]
 
     def drop(self, tag: str, reason: str) -> None:
         self.dropped[tag, reason] += 1
@@ -51,6 +58,8 @@ class Selection:
         return {
             "filter/kept": Metric(self.kept, asked),
             "filter/batches": Metric(asked / batch_groups, 1),
+            "reward/mean_all": Metric.of(self.rewards),
+            "reward/success_all": Metric.of(value == 1.0 for value in self.rewards),
         }
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from rl_jax.learner.mismatch import mismatch_metrics, mismatch_totals
+from rl_jax.metrics import unknown_names
 
 TOTALS = jax.jit(mismatch_totals)
 
@@ -21,7 +22,7 @@ def metrics_of(d, lag=0, mixed=False, mask=True):
 
 def test_each_token_falls_into_one_bucket():
     d = np.array([0.1, -0.2, 0.3, 0.4, -0.5, 0.6, 9.0])
-    lag = np.array([0, 0, 1, 2, 3, 7, 0])
+    lag = np.array([0, 0, 1, 2, 9, 12, 0])
     mixed = np.array([0, 1, 0, 0, 0, 0, 0], bool)
     mask = np.array([1, 1, 1, 1, 1, 1, 0], bool)
     metrics = metrics_of(d, lag, mixed, mask)
@@ -31,11 +32,14 @@ def test_each_token_falls_into_one_bucket():
         "mismatch/abs_mean_lag0_mixed": (0.2, 1),
         "mismatch/abs_mean_lag1_pure": (0.3, 1),
         "mismatch/abs_mean_lag2_pure": (0.4, 1),
-        "mismatch/abs_mean_lag3_pure": (0.55, 2),
+        "mismatch/abs_mean_lag9_pure": (0.55, 2),
     }
     assert means.keys() == want.keys()  # a bucket nothing fell into is absent, never 0
     for name, (mean, count) in want.items():
         assert means[name] == (pytest.approx(mean, rel=1e-6), count)
+    shares = {n: m.mean for n, m in metrics.items() if n.startswith("staleness/share_")}
+    assert shares == {f"staleness/share_lag{n}": k / 6 for n, k in {0: 2, 1: 1, 2: 1, 9: 2}.items()}
+    assert not unknown_names(metrics)
     assert metrics["mismatch/abs_mean"].count == 6
     assert metrics["mismatch/abs_max"].mean == pytest.approx(0.6)
 
@@ -45,6 +49,8 @@ def test_estimators_by_hand():
     w = np.exp([0.5, -0.5])
     assert metrics["mismatch/k1"].mean == pytest.approx(0.0, abs=1e-7)
     assert metrics["mismatch/k3"].mean == pytest.approx(np.mean(w - 1 - [0.5, -0.5]), rel=1e-5)
+    assert metrics["mismatch/k2"].mean == pytest.approx(0.125, rel=1e-6)
+    assert metrics["mismatch/chi2"].mean == pytest.approx(np.mean(w**2) - 1, rel=1e-5)
     assert metrics["policy/ratio"].mean == pytest.approx(w.mean(), rel=1e-6)
     assert metrics["is/ess"].mean == pytest.approx(w.sum() ** 2 / (2 * (w**2).sum()), rel=1e-6)
 
@@ -52,15 +58,18 @@ def test_estimators_by_hand():
 def test_equal_logprobs_have_no_mismatch():
     metrics = metrics_of(np.zeros(5))
     assert metrics["is/ess"].mean == 1.0
-    for name in ("abs_mean", "abs_max", "abs_p99", "k1", "k3", "abs_mean_lag0_pure"):
+    for name in ("abs_mean", "abs_max", "abs_p50", "abs_p99", "k1", "k2", "k3", "chi2"):
         assert metrics[f"mismatch/{name}"].mean == 0.0
 
 
-@pytest.mark.parametrize(("num", "rank"), [(1, 1), (50, 50), (100, 99), (1000, 990)])
-def test_p99_is_the_nearest_rank(num, rank):
+@pytest.mark.parametrize(
+    ("num", "rank", "middle"), [(1, 1, 1), (50, 50, 25), (100, 99, 50), (1000, 990, 500)]
+)
+def test_percentiles_are_the_nearest_ranks(num, rank, middle):
     d = np.random.default_rng(0).permutation(num) + 1.0
     metrics = metrics_of(d / num)
     assert metrics["mismatch/abs_p99"].mean == pytest.approx(rank / num)
+    assert metrics["mismatch/abs_p50"].mean == pytest.approx(middle / num)
 
 
 def test_nothing_measured_is_nothing_said():

@@ -181,6 +181,7 @@ def test_what_is_not_selected_is_dropped_as_it_comes_and_takes_no_room(ledger):
     metrics = buffer.selection_metrics()
     assert (metrics["filter/kept"].sum, metrics["filter/kept"].count) == (4, 7)
     assert metrics["filter/batches"].mean == 3.5
+    assert metrics["reward/mean_all"].count == 14  # both members of all seven
 
 
 def test_a_dropped_member_stays_in_its_group_and_is_neither_trained_nor_dropped_again(ledger):

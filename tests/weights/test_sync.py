@@ -10,6 +10,7 @@ import pytest
 from rl_jax.settings import WeightSettings
 from rl_jax.weights.lanes import Lane, Overdue, wait
 from rl_jax.weights.packed_copy import PackedCopy
+from rl_jax.weights.reshard_copy import ReshardCopy
 from rl_jax.weights.sync import IN_FLIGHT, WeightSync
 
 
@@ -101,6 +102,29 @@ def test_published_weights_are_the_trained_ones_on_every_server(fleet):
     for name, server in f.servers.items():
         assert server.version == 0
         assert equal(f.served(name), f.train.host)
+
+
+@pytest.mark.parametrize("transport", [PackedCopy, ReshardCopy])
+def test_a_publish_puts_arrays_only_where_they_are_laid_out_alike(fleet, monkeypatch, transport):
+    put, seen = jax.device_put, []
+
+    def spy(tree, places=None, **options):
+        pairs = jax.tree.leaves(
+            jax.tree.map(lambda x, place: (x, place), tree, places), is_leaf=is_pair
+        )
+        seen.extend(pair for pair in pairs if isinstance(pair[0], jax.Array))
+        return put(tree, places, **options)
+
+    def cuts(sharding, shape):
+        return [str(sharding.devices_indices_map(shape)[d]) for d in sharding._device_assignment]
+
+    is_pair = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], jax.Array)
+    f = fleet(transport=transport)
+    monkeypatch.setattr(jax, "device_put", spy)
+    assert f.sync.publish(f.train.params, 0).state == "PUBLISHED"
+    assert len(seen) >= 6  # three servers of two devices
+    for array, place in seen:
+        assert cuts(array.sharding, array.shape) == cuts(place, array.shape)
 
 
 def test_prefill_servers_commit_before_decode_servers(fleet):

@@ -1,0 +1,57 @@
+"""FLOPs of a model on sequences, and what the devices of a mesh could do: for cost predictions and utilisation.
+
+Counted is what the mathematics needs: matrices, attention to the half of each sequence that a token sees, the head on
+trained tokens; forward once and backward twice that, nothing recomputed and no padding (arXiv:2204.02311, appendix B).
+Must not: measure anything.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+from jax.sharding import Mesh
+
+from rl_jax.models.model import Model
+from rl_jax.models.value import ValueModel
+
+# Dense bfloat16 FLOP/s of one device by the start of its device_kind, longest first; from the makers' data sheets.
+PEAK_FLOPS = {
+    "NVIDIA GB200": 2.5e15,
+    "NVIDIA B200": 2.25e15,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L4": 121e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v4": 275e12,
+}
+
+
+def peak_flops(mesh: Mesh) -> float | None:
+    """Of all devices of the mesh; None where a kind is not in the table, as a CPU."""
+    kinds = [device.device_kind for device in mesh.devices.flat]
+    peaks = [next((v for k, v in PEAK_FLOPS.items() if kind.startswith(k)), None) for kind in kinds]
+    known = [peak for peak in peaks if peak is not None]
+    return sum(known) if len(known) == len(peaks) else None
+
+
+def matrix_weights(model: Model | ValueModel) -> int:
+    """Weights of the layers' matrices: each costs a token 2 FLOPs forward."""
+    return sum(
+        prod(array.shape)
+        for name, array in model.abstract.items()
+        if array.ndim > 1 and "vocab" not in model.logical_axes[name]
+    )
+
+
+def train_flops(model: Model | ValueModel, lengths: Sequence[int], num_trained: int) -> float:
+    """Of one step over sequences of these lengths, of whose tokens num_trained have a loss."""
+    s, tokens = model.settings, sum(lengths)
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    head = 0 if isinstance(model, ValueModel) else s.embed_size * model.vocab_size
+    attention = 4 * s.num_layers * s.num_heads * s.head_dim * pairs
+    return 3.0 * (2 * matrix_weights(model) * tokens + attention + 2 * head * num_trained)
