@@ -1,8 +1,11 @@
-"""A decode step's attention: writes each slot's new k, v to its cache row and attends over what is live of it.
+"""Attention of the engine: of a decode step, and of a chunk whose requests all start at position 0.
 
-What runs is chosen once, from the mesh's first device, when the engine is built, and is logged with the reasons:
-`triton` (kernels/decode_attention.py) does both in one kernel and reads live positions only; `cudnn` appends apart and
-reads live positions only, also with few slots; `plain` runs anywhere and reads whole rows.
+A decode step writes each slot's new k, v to its cache row and attends over what is live of it: `triton`
+(kernels/decode_attention.py) does both in one kernel and reads live positions only; `cudnn` appends apart and reads
+live positions only, also with few slots; `plain` runs anywhere and reads whole rows.
+A chunk of fresh requests looks at nothing but itself: it is a packed row for a kernel of kernels/packed_attention.py,
+which reads no cache and holds no scores. Without one, and where a request goes on, programs.extend reads the cache.
+What runs is chosen once, from the mesh's first device, when the engine is built, and is logged with the reasons.
 Invariant: a slot that is not active writes nothing; its result means nothing.
 Must not: choose while tracing.
 """
@@ -17,9 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels import cudnn_attention, decode_attention
-from kernels.packed_attention import unfit
+from kernels.packed_attention import KERNELS, Ragged, Split, find_segments, packed_attention, unfit
 from rl_jax.mesh import RulesLike, mesh_axes
-from rl_jax.models.attention import attention
+from rl_jax.models.attention import Attend, attention
 from rl_jax.settings import ModelSettings
 
 LOG = logging.getLogger(__name__)
@@ -59,6 +62,45 @@ def choose_attention(
     why = "; ".join(why for why in reasons.values() if why)
     LOG.info("decode attention: %s on %s (%s)", best.name, device.device_kind, why)
     return best if best is PLAIN or mesh.size == 1 else by_shard(best, mesh, *split)
+
+
+# i32[C] segment of each packed token, -1 padding -> the attention of the row [1, C]
+ChunkAttention = Callable[[jax.Array], Attend]
+
+
+def choose_chunk_attention(
+    settings: ModelSettings, rules: RulesLike, mesh: Mesh
+) -> ChunkAttention | None:
+    """The kernel for fresh chunks on this mesh, None where there is none."""
+    device = mesh.devices.flat[0]
+    capability = getattr(device, "compute_capability", "")
+    heads, kv_heads = mesh_axes(("heads", "kv_heads"), rules)
+    if heads != kv_heads:
+        return None  # kv heads are whole on every device
+    split = None if mesh.size == 1 else Split(mesh, (), kv_heads)
+    fits = [
+        kernel
+        for kernel in KERNELS
+        if not unfit(kernel, device.platform, capability, settings.dtype, settings.head_dim)
+    ]
+    if not fits:
+        return None
+    LOG.info("attention of fresh chunks: %s on %s", fits[0], device.device_kind)
+    return packed(fits[0], split)
+
+
+def packed(kernel: str | Ragged, split: Split | None = None) -> ChunkAttention:
+    """packed_attention on one row."""
+
+    def of_chunk(segment: jax.Array) -> Attend:
+        found = find_segments(segment[None] + 1)
+
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return packed_attention(q, k, v, found, kernel=kernel, split=split)
+
+        return attend
+
+    return of_chunk
 
 
 def by_shard(step: StepAttention, mesh: Mesh, slots, heads) -> StepAttention:

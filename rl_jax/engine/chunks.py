@@ -16,18 +16,31 @@ class Piece:
     start: int
 
 
-def cut(wanted: Sequence[int], max_tokens: int, max_requests: int) -> list[int]:
-    """How many tokens of each request the next chunk takes, in order, the last one perhaps in part.
+def choose(
+    waiting: Sequence[tuple[int, int]],
+    max_tokens: int,
+    max_requests: int,
+    *,
+    fresh_apart: bool = False,
+) -> list[tuple[int, int]]:
+    """(index into waiting, tokens of it, at least 1) of each request of the next chunk, in order, the last in part.
 
-    wanted: tokens each request still needs, at least 1. The result is as long or shorter, all at least 1.
+    waiting: (position of the first token a request needs, how many it needs, at least 1). fresh_apart: a chunk of
+    requests that all start at position 0 is computed faster, so such ones are not mixed with others, the first in line
+    decides, and one that a chunk of its own would hold is not cut.
     """
-    taken, left = [], max_tokens
-    for num_tokens in wanted[:max_requests]:
-        if left == 0:
+    chosen, left = [], max_tokens
+    for index, (start, num_tokens) in enumerate(waiting):
+        if len(chosen) == max_requests or left == 0:
             break
-        taken.append(min(num_tokens, left))
-        left -= taken[-1]
-    return taken
+        is_fresh = start == 0
+        if fresh_apart and is_fresh != (waiting[0][0] == 0):
+            continue
+        if fresh_apart and is_fresh and left < num_tokens <= max_tokens:
+            break
+        chosen.append((index, min(num_tokens, left)))
+        left -= chosen[-1][1]
+    return chosen
 
 
 def pack(pieces: Sequence[Piece], chunk_sizes: Sequence[int]) -> PrefillChunk:
@@ -40,7 +53,7 @@ def pack(pieces: Sequence[Piece], chunk_sizes: Sequence[int]) -> PrefillChunk:
     size = next((size for size in chunk_sizes if size >= total), 0)
     if size == 0:
         raise ValueError(
-            f"{total} tokens exceed the largest chunk of {chunk_sizes[-1]}; cut them with chunks.cut"
+            f"{total} tokens exceed the largest chunk of {chunk_sizes[-1]}; take what chunks.choose gives"
         )
     tokens, position = np.zeros(size, np.int32), np.zeros(size, np.int32)
     segment = np.full(size, -1, np.int32)
@@ -59,6 +72,21 @@ def end_positions(chunk: PrefillChunk) -> list[int]:
     real = chunk.segment >= 0
     np.maximum.at(ends, chunk.segment[real], chunk.position[real] + 1)
     return ends.tolist()
+
+
+def is_fresh(chunk: PrefillChunk) -> bool:
+    """Whether every request of the chunk starts at position 0."""
+    lengths = chunk.lengths[chunk.lengths > 0]
+    return not chunk.position[np.cumsum(lengths) - lengths].any()
+
+
+def fresh_chunk(size: int, num_requests: int, visible: int) -> PrefillChunk:
+    """As padding_chunk, of one request that starts at position 0."""
+    lengths = np.zeros(num_requests, np.int32)
+    lengths[0] = min(size, visible)
+    segment = np.where(np.arange(size) < lengths[0], 0, -1).astype(np.int32)
+    position = np.where(segment == 0, np.arange(size), 0).astype(np.int32)
+    return PrefillChunk(np.zeros(size, np.int32), segment, position, lengths)
 
 
 def padding_chunk(size: int, num_requests: int, visible: int) -> PrefillChunk:

@@ -28,8 +28,8 @@ import numpy as np
 
 from kernels.kv import KVSpec
 from rl_jax.engine import programs
-from rl_jax.engine.attention import choose_attention
-from rl_jax.engine.chunks import end_positions, padding_chunk
+from rl_jax.engine.attention import choose_attention, choose_chunk_attention
+from rl_jax.engine.chunks import end_positions, fresh_chunk, is_fresh, padding_chunk
 from rl_jax.engine.state import Cache, DecodeState, SlotState, empty_sampling, empty_slots
 from rl_jax.mesh import mesh_axes, named_sharding, shardings
 from rl_jax.models.model import Model
@@ -83,8 +83,14 @@ class JaxEngine:
         self.visible_buckets = buckets(MIN_VISIBLE, settings.context)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         attention = choose_attention(s, settings.slots, rules_serve, mesh)
+        self.chunk_attention = choose_chunk_attention(s, rules_serve, mesh)
         self.step = programs.Step(attention, not on_cpu, settings.steps_per_block, support)
         self._compile()
+
+    @property
+    def packs_fresh(self) -> bool:
+        """Whether a chunk of requests that all start at position 0 is computed faster than others."""
+        return self.chunk_attention is not None
 
     # --- state ------------------------------------------------------------------------------
 
@@ -132,7 +138,7 @@ class JaxEngine:
             kv = self._insert_scratch(kv, source, rows)
         kv = self._extend_scratch(
             params, kv, *self._chunk_args(chunk), np.arange(self.num_requests, dtype=np.int32),
-            visible=visible, tile=tile_of(len(chunk.tokens)),
+            visible=visible, **self._how(chunk),
         )  # fmt: skip
         return tuple(
             Prefix(kv, num_tokens, -1, None, "", self.spec, row=row)
@@ -151,10 +157,12 @@ class JaxEngine:
         """
         rows = np.full(self.num_requests, self.settings.slots, np.int32)
         rows[: len(slots)] = slots
+        visible, how = self._visible(chunk), self._how(chunk)
+        if how["fresh"] is not None:
+            visible = self.settings.context  # it is not read: one program
         kv = self._extend_state(
-            params, state.kv, *self._chunk_args(chunk), rows,
-            visible=self._visible(chunk), tile=tile_of(len(chunk.tokens)),
-        )  # fmt: skip
+            params, state.kv, *self._chunk_args(chunk), rows, visible=visible, **how
+        )
         return replace(state, kv=kv)
 
     def insert(
@@ -228,6 +236,9 @@ class JaxEngine:
             for size, visible, chunk in chunks:
                 state = self.append(params, state, none, chunk)
                 yield f"append of {size} tokens within {visible}"
+            for size in self._fresh_sizes:
+                state = self.append(params, state, none, fresh_chunk(size, self.num_requests, 1))
+                yield f"append of {size} fresh tokens"
             dropped = np.full(self.num_requests, self.settings.slots, np.int32)
             for visible in self.visible_buckets:
                 kv = self._insert_state(state.kv, self._scratch(visible), dropped)
@@ -240,6 +251,12 @@ class JaxEngine:
             jax.block_until_ready(self.generate(params, state)[1].tokens)
             yield "generate"
             return
+        for size in self._fresh_sizes:  # a request reaches no further than the chunk
+            reach = self.visible_buckets.index(self._bucket(min(size, self.settings.context) - 1))
+            chunks += [
+                (f"{size} fresh", visible, fresh_chunk(size, self.num_requests, visible))
+                for visible in self.visible_buckets[: reach + 1]
+            ]
         for size, visible, chunk in chunks:
             prefixes = self.prefill(params, chunk, [None] * self.num_requests)
             jax.block_until_ready(prefixes[0].kv)
@@ -264,7 +281,7 @@ class JaxEngine:
             return DecodeState(zeros(*spec.shape[:2]), empty_slots(self.settings))
 
         extend = partial(programs.extend, model)
-        static = {"static_argnames": ("visible", "tile"), "donate_argnums": (1,)}
+        static = {"static_argnames": ("visible", "tile", "fresh"), "donate_argnums": (1,)}
         state_out = DecodeState(cache, small)
         self._init_state = jax.jit(init_state, out_shardings=state_out)
         self._scratch = jax.jit(
@@ -291,8 +308,19 @@ class JaxEngine:
 
     # --- host arrays ------------------------------------------------------------------------
 
+    @property
+    def _fresh_sizes(self) -> Sequence[int]:
+        return () if self.chunk_attention is None else self.settings.chunk_sizes
+
+    def _how(self, chunk: PrefillChunk) -> dict[str, Any]:
+        """What chooses the program that extends by this chunk, besides `visible`."""
+        fresh = self.chunk_attention if is_fresh(chunk) else None
+        return {"tile": tile_of(len(chunk.tokens)), "fresh": fresh}
+
     def _visible(self, chunk: PrefillChunk) -> int:
-        highest = int(np.max(chunk.position, where=chunk.segment >= 0, initial=0))
+        return self._bucket(int(np.max(chunk.position, where=chunk.segment >= 0, initial=0)))
+
+    def _bucket(self, highest: int) -> int:
         for bucket in self.visible_buckets:
             if highest < bucket:
                 return bucket

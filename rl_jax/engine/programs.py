@@ -4,7 +4,8 @@
 row. Each layer writes its k, v to (row of the request, position) of the cache, then attends from
 tiles: the packed queries of one request are cut into tiles of `tile` queries, and each tile reads
 its own request's cache row, masked by position. Per-tile reads cost C/tile copies of a cache row
-and no work between requests. `generate` makes several decode steps in one dispatch, layers written
+and no work between requests. Where all requests start at position 0 and the device has a kernel for that, the packed
+row attends to itself instead (attention.py). `generate` makes several decode steps in one dispatch, layers written
 out, one KV buffer per layer; where the device has kernels for a whole layer, the layers run by them (FusedAttend).
 Padding never writes: its row index is out of range and the scatter drops it (mode="drop").
 Invariants: a token's KV and logits depend on its own request only, on CPU down to the bits:
@@ -16,6 +17,7 @@ Invariants: a token's KV and logits depend on its own request only, on CPU down 
   extended and samples always decoded, so only a rebuilt history holds the other kind.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.decode_rows import add_norm, fits, gated_matmul, split_matmul
-from rl_jax.engine.attention import StepAttention
+from rl_jax.engine.attention import ChunkAttention, StepAttention
 from rl_jax.engine.sampling import sample, sample_tiled
 from rl_jax.engine.state import FINISH_CODES, Cache, DecodeState, SlotState
 from rl_jax.models.attention import FusedAttend
@@ -44,25 +46,48 @@ def extend(
     *,
     visible: int,  # cache positions a query may see; at least 1 + the highest position
     tile: int,
+    fresh: ChunkAttention
+    | None = None,  # runs in place of tiles; every request starts at position 0
 ) -> Cache:
     """The cache with the k, v of the packed tokens written.
 
     Tokens of one segment are contiguous and in order.
     """
     num_rows = kv[0][0].shape[0]
-    real = segment >= 0
-    token_row = jnp.where(real, rows[segment], num_rows)  # [C]
-    of_tile, of_token = tile_index(segment, lengths, tile)  # [N, tile], [C]
-    tile_position = position.at[of_tile].get(mode="fill", fill_value=-1)  # [N, tile]
-    tile_row = token_row.at[of_tile[:, 0]].get(mode="fill", fill_value=num_rows)  # [N]
-    mask = jnp.arange(visible) <= tile_position[:, :, None]  # [N, tile, visible]
+    token_row = jnp.where(segment >= 0, rows[segment], num_rows)  # [C]
     new_kv = list(kv)
+    if fresh is None:
+        of_cache = tiles(segment, position, lengths, token_row, (num_rows, visible, tile))
+    else:
+        of_row = fresh(segment)
 
     def attend(layer, q, k, v):
         k_cache, v_cache = new_kv[layer]
         k_cache = k_cache.at[token_row, position].set(k[0], mode="drop")
         v_cache = v_cache.at[token_row, position].set(v[0], mode="drop")
         new_kv[layer] = (k_cache, v_cache)
+        return of_cache(q, k_cache, v_cache) if fresh is None else of_row(layer, q, k, v)
+
+    # The hidden states are not used, so XLA drops the last layer's attention and mlp.
+    model.hidden(params, tokens[None], position[None], attend)
+    return tuple(new_kv)
+
+
+def tiles(
+    segment: jax.Array,
+    position: jax.Array,
+    lengths: jax.Array,
+    token_row: jax.Array,
+    sizes: tuple[int, int, int],  # rows of the cache, visible, tile
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """(q [1, C, H, Dh], the cache's k and v) -> [1, C, H, Dh], tile by tile."""
+    num_rows, visible, tile = sizes
+    of_tile, of_token = tile_index(segment, lengths, tile)  # [N, tile], [C]
+    tile_position = position.at[of_tile].get(mode="fill", fill_value=-1)  # [N, tile]
+    tile_row = token_row.at[of_tile[:, 0]].get(mode="fill", fill_value=num_rows)  # [N]
+    mask = jnp.arange(visible) <= tile_position[:, :, None]  # [N, tile, visible]
+
+    def attend(q, k_cache, v_cache):
         q_tiles = q[0].at[of_tile].get(mode="fill", fill_value=0)  # [N, tile, H, Dh]
         k_tiles = k_cache[:, :visible].at[tile_row].get(mode="clip")  # [N, visible, K, Dh]
         v_tiles = v_cache[:, :visible].at[tile_row].get(mode="clip")
@@ -70,9 +95,7 @@ def extend(
         out = out.reshape(-1, *out.shape[2:])  # [N, tile, H, Dh] -> [N * tile, H, Dh]
         return out.at[of_token].get(mode="fill", fill_value=0)[None]
 
-    # The hidden states are not used, so XLA drops the last layer's attention and mlp.
-    model.hidden(params, tokens[None], position[None], attend)
-    return tuple(new_kv)
+    return attend
 
 
 def tile_index(segment: jax.Array, lengths: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:

@@ -62,7 +62,9 @@ class DecodeServer:
         self.name, self.pool, self.engine, self.settings = name, pool, engine, settings
         self.tags, self.hardware = tuple(tags), hardware
         self.version = -1  # of the weights in use; written by the server's thread
-        self._table = RequestTable(name, pool, engine.settings, settings)
+        self._table = RequestTable(
+            name, pool, engine.settings, settings, fresh_apart=engine.packs_fresh
+        )
         self._events = EventStream(self._table.consume)
         self._staged = StagedWeights(name, engine.param_shardings, engine.pack)
         self._loop = Loop(

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rl_jax.engine.chunks import Piece, cut, pack
+from rl_jax.engine.chunks import Piece, choose, pack
 from rl_jax.serve.commands import Abort, Commit, Fence
 from rl_jax.serve.loop import Loop, answer
 from rl_jax.serve.staging import StagedWeights
@@ -197,16 +197,16 @@ class PrefillServer:
     def _next_jobs(self) -> list[Job]:
         if self._params is None or not self._is_compiled or self._loop.fenced is not None:
             return []
-        can = [job for job in self._jobs if job.request.min_version <= self.version]
-        return can[: self.engine.settings.chunk_requests]
+        return [job for job in self._jobs if job.request.min_version <= self.version]
 
-    def _compute(self, jobs: list[Job]) -> None:
+    def _compute(self, waiting: list[Job]) -> None:
         """One chunk; those whose prefix is whole are handed over."""
-        self._loop.doing = f"computing prefixes of {len(jobs)} requests"
         start = time.monotonic()
-        sizes = self.engine.settings.chunk_sizes
-        taken = cut([job.missing for job in jobs], sizes[-1], len(jobs))
-        jobs = jobs[: len(taken)]
+        sizes, most = self.engine.settings.chunk_sizes, self.engine.settings.chunk_requests
+        needs = [(job.num_done, job.missing) for job in waiting]
+        chosen = choose(needs, sizes[-1], most, fresh_apart=self.engine.packs_fresh)
+        jobs, taken = [waiting[i] for i, _ in chosen], [n for _, n in chosen]
+        self._loop.doing = f"computing prefixes of {len(jobs)} requests"
         pieces = []
         for job, n in zip(jobs, taken):
             job.started_s = job.started_s or start

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_jax.engine.chunks import Piece, cut
+from rl_jax.engine.chunks import Piece, choose
 from rl_jax.serve.commands import Add, OnDone
 from rl_jax.serve.events import Event, Finished, Started, Swapped, Tokens
 from rl_jax.serve.loop import answer
@@ -38,8 +38,18 @@ COUNTERS = (
 
 
 class RequestTable:
-    def __init__(self, server: str, pool: str, engine: EngineSettings, serve: ServeSettings):
+    def __init__(
+        self,
+        server: str,
+        pool: str,
+        engine: EngineSettings,
+        serve: ServeSettings,
+        *,
+        fresh_apart: bool = False,
+    ):
+        """fresh_apart: of chunks.choose, as the engine likes it."""
         self.server, self.pool, self.engine, self.serve = server, pool, engine, serve
+        self.fresh_apart = fresh_apart
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self.counters |= {f"finish_{reason.value}": 0 for reason in FinishReason}
         self.sessions: dict[str, Session] = {}
@@ -124,11 +134,10 @@ class RequestTable:
 
     def pieces(self) -> tuple[list[ActiveTurn], list[Piece]]:
         """The next chunk: whose KV is extended, by which tokens."""
-        turns = self._filling[: self.engine.chunk_requests]
-        taken = cut([t.missing_kv for t in turns], self.engine.chunk_sizes[-1], len(turns))
-        turns = turns[: len(taken)]
-        pieces = []
-        for turn, n in zip(turns, taken):
+        e, waiting = self.engine, [(t.session.kv_tokens, t.missing_kv) for t in self._filling]
+        chosen = choose(waiting, e.chunk_sizes[-1], e.chunk_requests, fresh_apart=self.fresh_apart)
+        turns, pieces = [self._filling[i] for i, _ in chosen], []
+        for turn, (_, n) in zip(turns, chosen):
             start = turn.session.kv_tokens
             pieces.append(Piece(turn.session.tokens[start : start + n].copy(), start))
         return turns, pieces

@@ -38,6 +38,8 @@ class FakeState:
 class FakeEngine:
     """params: {"offset": i32[]}. Greedy and sampled alike; top-k and top-p mean nothing."""
 
+    packs_fresh = False
+
     def __init__(
         self,
         settings: EngineSettings,

@@ -2,17 +2,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.engine.chunks import Piece, cut, end_positions, pack
+from rl_jax.engine.chunks import Piece, choose, end_positions, pack
 from rl_jax.engine.engine import buckets, tile_of
 from rl_jax.engine.programs import tile_index
 
 
-def test_cut_fills_in_order_and_splits_the_last():
-    assert cut([3, 4, 9], 10, 4) == [3, 4, 3]
-    assert cut([3, 4, 9], 7, 4) == [3, 4]
-    assert cut([3, 4, 9], 100, 2) == [3, 4]
-    assert cut([50], 10, 4) == [10]
-    assert cut([], 10, 4) == []
+def numbers(sizes, *limits, start=0):
+    return [n for _, n in choose([(start, n) for n in sizes], *limits)]
+
+
+def test_a_chunk_is_filled_in_order_and_splits_the_last():
+    assert numbers([3, 4, 9], 10, 4) == [3, 4, 3]
+    assert numbers([3, 4, 9], 7, 4) == [3, 4]
+    assert numbers([3, 4, 9], 100, 2) == [3, 4]
+    assert numbers([50], 10, 4, start=5) == [10]
+    assert numbers([], 10, 4) == []
+
+
+def test_fresh_requests_are_kept_apart_and_whole_where_that_is_faster():
+    take = lambda waiting: choose(waiting, 10, 4, fresh_apart=True)
+    assert take([(0, 3), (7, 2), (0, 4), (0, 9)]) == [(0, 3), (2, 4)]  # the first decides
+    assert take([(7, 2), (0, 3), (1, 9)]) == [(0, 2), (2, 8)]  # others fill the chunk
+    assert take([(0, 25), (0, 1)]) == [(0, 10)]  # no chunk holds it whole
+    assert take([(0, 4), (0, 25)]) == [(0, 4), (1, 6)]
+    assert take([(0, 4), (0, 10), (0, 6)]) == [(0, 4)]  # none overtakes
 
 
 def test_pack_takes_the_smallest_size_and_marks_padding():

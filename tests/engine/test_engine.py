@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels.packed_attention import packed_attention_ref
+from rl_jax.engine import engine as engine_module
 from rl_jax.engine import programs
-from rl_jax.engine.chunks import Piece, pack
+from rl_jax.engine.chunks import Piece, fresh_chunk, is_fresh, pack
 from rl_jax.types import FinishReason
 
 
@@ -282,3 +284,77 @@ def test_chunk_over_the_context_is_refused(engine, params):
     chunk = pack([Piece(np.array([5], np.int32), 64)], (16,))
     with pytest.raises(ValueError, match="position 64 but engine.context=64"):
         engine.append(params, engine.init_state(), np.array([0], np.int32), chunk)
+
+
+@pytest.fixture
+def packing_engine(tiny, kit, monkeypatch):
+    """An engine with a kernel for fresh chunks (its reference, which runs here), and what that was called for."""
+    calls = []
+
+    def of_chunk(segment):
+        ids = segment[None] + 1
+
+        def attend(layer, q, k, v):
+            calls.append(layer)
+            return packed_attention_ref(q, k, v, ids)
+
+        return attend
+
+    monkeypatch.setattr(engine_module, "choose_chunk_attention", lambda *a: of_chunk)
+    return kit.make_engine(tiny[0]), calls
+
+
+def test_fresh_chunks_have_the_same_kv_from_a_kernel_over_the_chunk(
+    packing_engine, engine, params, rng
+):
+    packing, calls = packing_engine
+    pieces = [Piece(np.array(context_of(rng, n), np.int32), 0) for n in (17, 1, 30)]
+    chunk = pack(pieces, engine.settings.chunk_sizes)
+    slots = np.array([4, 0, 2], np.int32)
+    for verb in (
+        lambda e: e.append(params, e.init_state(), slots, chunk).kv,
+        lambda e: e.prefill(params, chunk, [None] * 3)[0].kv,
+    ):
+        calls.clear()
+        got, want = jax.tree.leaves(verb(packing)), jax.tree.leaves(verb(engine))
+        assert sorted(set(calls)) == [0, 1]
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_chunk_with_a_request_that_goes_on_reads_the_cache(
+    packing_engine, engine, params, kit, rng
+):
+    packing, calls = packing_engine
+    long, short = context_of(rng, 40), np.array(context_of(rng, 9), np.int32)
+    pieces = [Piece(np.array(long[20:39], np.int32), 20), Piece(short, 0)]
+    assert not is_fresh(pack(pieces, (64,))) and is_fresh(pack(pieces[1:], (64,)))
+    found = []
+    for e in (packing, engine):
+        state = kit.append_all(e, params, e.init_state(), [1], [long[:21]])
+        calls.clear()
+        found.append(e.append(params, state, np.array([1, 0], np.int32), pack(pieces, (64,))).kv)
+        assert not calls
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_warmup_compiles_the_programs_of_fresh_chunks_too(packing_engine, params, rng):
+    packing, _ = packing_engine
+    # as without: two chunk sizes in their two forms; arm, disarm, generate; one prefix length
+    assert packing.warmup(packing.zero_params()) == 4 + 3 + 1
+    assert packing.warmup(packing.zero_params(), decode=False) == 4 + 1
+    programs = packing._extend_state, packing._extend_scratch
+    sizes = [f._cache_size() for f in programs]
+    for n, size in ((5, 16), (40, 64)):
+        chunk = pack([Piece(np.array(context_of(rng, n), np.int32), 0)], (size,))
+        packing.prefill(params, chunk, [None])
+        packing.append(params, packing.init_state(), np.array([1], np.int32), chunk)
+    assert [f._cache_size() for f in programs] == sizes
+
+
+@pytest.mark.parametrize(("size", "visible", "length"), [(16, 256, 16), (64, 20, 20), (64, 64, 64)])
+def test_fresh_padding_reaches_as_far_as_a_chunk_can(size, visible, length):
+    chunk = fresh_chunk(size, 4, visible)
+    assert is_fresh(chunk) and chunk.lengths.tolist() == [length, 0, 0, 0]
+    assert chunk.position[chunk.segment == 0].tolist() == list(range(length))
