@@ -8,6 +8,7 @@ Kernels: "cudnn" (cudnn_attention.py: one ragged batch of sequences; work outsid
 (JAX's TPU kernel with segment ids). Both save one float a query and head, and no scores.
 Invariants: any number of segments is computed by one program. cuDNN takes a fixed number of sequences a call, and empty
 ones cost time, so a call takes `max_segments` a row on average, and a loop whose trip count is data takes what is left.
+Where no more are possible than a call takes there is no loop, and so no wait of the host for its count in each layer.
 Life of a cudnn call: 1 `find_segments`, once for all layers. 2 forward per group of sequences; its log-sum-exps, padded
 to [N, H, T], are gathered to [B, T, H]. 3 backward spreads them again.
 Must not: query a device; hold scores; average.
@@ -56,26 +57,28 @@ CUDNN = Ragged(cudnn_attention.forward, cudnn_attention.backward)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """Where the segments of rows [B, T] lie. Numbers count over all rows, in order; arrays of B * T + 1 end unused."""
+    """Where the segments of rows [B, T] lie. Numbers count over all rows, in order."""
 
     ids: jax.Array  # i32[B, T] as given
     number: jax.Array  # i32[B, T] of the token's segment; -1 on padding
     position: jax.Array  # i32[B, T] of the token in its segment
-    starts: jax.Array  # i32[B * T] column in the flattened rows; B * T where there is no segment
-    lengths: jax.Array  # i32[B * T]; 0 where there is no segment
+    starts: jax.Array  # i32[most] column in the flattened rows; B * T where there is no segment
+    lengths: jax.Array  # i32[most]; 0 where there is no segment
     count: jax.Array  # i32[]
 
 
-def find_segments(ids: jax.Array) -> Segments:
+def find_segments(ids: jax.Array, most: int | None = None) -> Segments:
+    """most: segments of all rows together, if fewer are known than B * T; more would be lost."""
     B, T = ids.shape
+    most = B * T if most is None else min(most, B * T)
     used = ids > 0
     before = jnp.pad(ids, ((0, 0), (1, 0)))[:, :-1]
     first = (used & (ids != before)).reshape(-1)
     number = jnp.cumsum(first, dtype=jnp.int32) - 1
-    starts = jnp.nonzero(first, size=B * T, fill_value=B * T)[0].astype(jnp.int32)
+    starts = jnp.nonzero(first, size=most, fill_value=B * T)[0].astype(jnp.int32)
     # A token without a segment counts for number B * T, which is dropped.
     owner = jnp.where(used.reshape(-1), number, B * T)
-    lengths = jnp.zeros(B * T, jnp.int32).at[owner].add(1, mode="drop")
+    lengths = jnp.zeros(most, jnp.int32).at[owner].add(1, mode="drop")
     position = jnp.arange(B * T, dtype=jnp.int32) - starts[jnp.maximum(number, 0)]
     return Segments(
         ids,
@@ -126,7 +129,8 @@ def packed_attention(
     if split is None:
         return _attend(q, k, v, segments.ids, segments, kernel=kernel, max_segments=max_segments)
     rows, ids = P(split.batch, None, split.heads, None), P(split.batch, None)
-    attend = partial(_attend, segments=None, kernel=kernel, max_segments=max_segments)
+    most = segments.starts.size  # of all shards, so of each
+    attend = partial(_attend, segments=most, kernel=kernel, max_segments=max_segments)
     return jax.shard_map(
         attend, mesh=split.mesh, in_specs=(rows, rows, rows, ids), out_specs=rows, check_vma=False
     )(q, k, v, segments.ids)
@@ -154,14 +158,14 @@ def _check(q, k, v, segments: Segments, kernel: str | Ragged) -> None:
         raise ValueError(f"kernel={kernel!r} is unknown; one of {', '.join(KERNELS)}")
 
 
-def _attend(q, k, v, ids, segments: Segments | None, *, kernel, max_segments: int) -> jax.Array:
-    """On one device. segments: of ids, if they are known."""
+def _attend(q, k, v, ids, segments: Segments | int, *, kernel, max_segments: int) -> jax.Array:
+    """On one device. segments: of ids, or how many there are at most."""
     used = (ids > 0)[..., None, None]
     q, k, v = (jnp.where(used, x, 0) for x in (q, k, v))  # a NaN in padding must reach no sum
     if kernel == "splash":
         return jnp.where(used, _splash(q, k, v, ids), 0)
     ragged = CUDNN if kernel == "cudnn" else kernel
-    segments = find_segments(ids) if segments is None else segments
+    segments = find_segments(ids, segments) if isinstance(segments, int) else segments
     return _ragged_attention(
         ragged, max(max_segments, 2), q, k, v, segments
     )  # one is no ragged call
@@ -223,12 +227,11 @@ def _over_groups(add: Callable, empty: tuple, segments: Segments, size: int) -> 
 
 def _group(segments: Segments, group, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(lengths [size], starts [size], tokens [B, T] that are theirs) of sequences group * size onwards."""
-    total = segments.starts.size
-    pad = (0, -total % size)
+    pad = (0, -segments.starts.size % size)
     at = group * size
     lengths = lax.dynamic_slice_in_dim(jnp.pad(segments.lengths, pad), at, size)
     starts = lax.dynamic_slice_in_dim(
-        jnp.pad(segments.starts, pad, constant_values=total), at, size
+        jnp.pad(segments.starts, pad, constant_values=segments.ids.size), at, size
     )
     inside = (segments.number >= at) & (segments.number < at + size)
     return lengths, starts, inside

@@ -64,8 +64,8 @@ def choose_attention(
     return best if best is PLAIN or mesh.size == 1 else by_shard(best, mesh, *split)
 
 
-# i32[C] segment of each packed token, -1 padding -> the attention of the row [1, C]
-ChunkAttention = Callable[[jax.Array], Attend]
+# (i32[C] segment of each packed token, -1 padding; how many there are at most) -> the attention of the row [1, C]
+ChunkAttention = Callable[[jax.Array, int], Attend]
 
 
 def choose_chunk_attention(
@@ -92,11 +92,11 @@ def choose_chunk_attention(
 def packed(kernel: str | Ragged, split: Split | None = None) -> ChunkAttention:
     """packed_attention on one row."""
 
-    def of_chunk(segment: jax.Array) -> Attend:
-        found = find_segments(segment[None] + 1)
+    def of_chunk(segment: jax.Array, most: int) -> Attend:
+        found = find_segments(segment[None] + 1, most)
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return packed_attention(q, k, v, found, kernel=kernel, split=split)
+            return packed_attention(q, k, v, found, kernel=kernel, max_segments=most, split=split)
 
         return attend
 

@@ -27,7 +27,8 @@ def choose(
 
     waiting: (position of the first token a request needs, how many it needs, at least 1). fresh_apart: a chunk of
     requests that all start at position 0 is computed faster, so such ones are not mixed with others, the first in line
-    decides, and one that a chunk of its own would hold is not cut.
+    decides, and one that a chunk of its own would hold is not cut: it waits for a later chunk if what is left of this
+    one is too small, and smaller ones may pass it until it is the first.
     """
     chosen, left = [], max_tokens
     for index, (start, num_tokens) in enumerate(waiting):
@@ -37,7 +38,7 @@ def choose(
         if fresh_apart and is_fresh != (waiting[0][0] == 0):
             continue
         if fresh_apart and is_fresh and left < num_tokens <= max_tokens:
-            break
+            continue
         chosen.append((index, min(num_tokens, left)))
         left -= chosen[-1][1]
     return chosen

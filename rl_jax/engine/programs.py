@@ -59,7 +59,7 @@ def extend(
     if fresh is None:
         of_cache = tiles(segment, position, lengths, token_row, (num_rows, visible, tile))
     else:
-        of_row = fresh(segment)
+        of_row = fresh(segment, lengths.shape[0])
 
     def attend(layer, q, k, v):
         k_cache, v_cache = new_kv[layer]

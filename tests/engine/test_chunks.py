@@ -25,7 +25,7 @@ def test_fresh_requests_are_kept_apart_and_whole_where_that_is_faster():
     assert take([(7, 2), (0, 3), (1, 9)]) == [(0, 2), (2, 8)]  # others fill the chunk
     assert take([(0, 25), (0, 1)]) == [(0, 10)]  # no chunk holds it whole
     assert take([(0, 4), (0, 25)]) == [(0, 4), (1, 6)]
-    assert take([(0, 4), (0, 10), (0, 6)]) == [(0, 4)]  # none overtakes
+    assert take([(0, 4), (0, 10), (0, 6)]) == [(0, 4), (2, 6)]  # what fits passes what does not
 
 
 def test_pack_takes_the_smallest_size_and_marks_padding():

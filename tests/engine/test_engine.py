@@ -10,6 +10,7 @@ from rl_jax.engine import engine as engine_module
 from rl_jax.engine import programs
 from rl_jax.engine.chunks import Piece, fresh_chunk, is_fresh, pack
 from rl_jax.types import FinishReason
+from tests.engine.conftest import SETTINGS
 
 
 def context_of(rng, n):
@@ -291,7 +292,8 @@ def packing_engine(tiny, kit, monkeypatch):
     """An engine with a kernel for fresh chunks (its reference, which runs here), and what that was called for."""
     calls = []
 
-    def of_chunk(segment):
+    def of_chunk(segment, most):
+        assert most == SETTINGS.chunk_requests
         ids = segment[None] + 1
 
         def attend(layer, q, k, v):

@@ -146,6 +146,16 @@ def test_values_and_gradients_are_those_of_float64(rows, max_segments):
     check(got, reference(ids, *inputs))
 
 
+@pytest.mark.parametrize("most, loops", [(16, 0), (None, 1)])
+def test_no_more_segments_than_a_call_takes_need_no_loop(most, loops):
+    ids = ids_of(ROWS["one-token segments"])  # 16; 8 a row and call
+    inputs = draw(ids)
+    settings = {"kernel": RAGGED, "max_segments": 8}
+    attend = jax.jit(lambda *a: packed_attention(*a, find_segments(jnp.asarray(ids), most), **settings))  # fmt: skip
+    np.testing.assert_allclose(attend(*inputs[:3]), reference(ids, *inputs)[0], atol=1e-5)
+    assert attend.lower(*inputs[:3]).as_text().count("stablehlo.while") == loops
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (5, 1)])
 def test_query_heads_read_their_kv_head(heads):
     ids = ids_of(ROWS["ragged"])
@@ -184,6 +194,11 @@ def test_find_segments_counts_over_rows():
     np.testing.assert_array_equal(found.lengths[:4], [2, 1, 3, 0])
     np.testing.assert_array_equal(found.number, [[0, 0, 1, -1], [-1] * 4, [2, 2, 2, -1]])
     np.testing.assert_array_equal(found.position, [[0, 1, 0, 0], [0] * 4, [0, 1, 2, 0]])
+    bounded = find_segments(jnp.asarray(ids_of([[2, 1], [], [3]], 4)), 4)
+    np.testing.assert_array_equal(bounded.starts, [0, 2, 8, 12])
+    np.testing.assert_array_equal(bounded.lengths, [2, 1, 3, 0])
+    np.testing.assert_array_equal(bounded.number, found.number)
+    np.testing.assert_array_equal(bounded.position, found.position)
 
 
 def test_padding_between_segments_and_any_ids():
