@@ -54,7 +54,11 @@ def extend(
     Tokens of one segment are contiguous and in order.
     """
     num_rows = kv[0][0].shape[0]
-    token_row = jnp.where(segment >= 0, rows[segment], num_rows)  # [C]
+    real = segment >= 0
+    token_row = jnp.where(real, rows[segment], num_rows)  # [C]
+    # No two tokens have one place, padding neither: unique writes of 16 bits need no atomics.
+    place = token_row, jnp.where(real, position, jnp.arange(segment.shape[0]))
+    write = {"mode": "drop", "unique_indices": True}
     new_kv = list(kv)
     if fresh is None:
         of_cache = tiles(segment, position, lengths, token_row, (num_rows, visible, tile))
@@ -63,8 +67,8 @@ def extend(
 
     def attend(layer, q, k, v):
         k_cache, v_cache = new_kv[layer]
-        k_cache = k_cache.at[token_row, position].set(k[0], mode="drop")
-        v_cache = v_cache.at[token_row, position].set(v[0], mode="drop")
+        k_cache = k_cache.at[place].set(k[0], **write)
+        v_cache = v_cache.at[place].set(v[0], **write)
         new_kv[layer] = (k_cache, v_cache)
         return of_cache(q, k_cache, v_cache) if fresh is None else of_row(layer, q, k, v)
 
