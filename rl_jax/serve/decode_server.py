@@ -6,9 +6,11 @@ One iteration of the loop, between any two of which commands are obeyed:
 2. Deadlines. 3. Waiting turns get slots; a Prefix handed over is used if its version allows it.
 4. At most one chunk extends KV: suffixes of live histories, contexts that came without a Prefix,
    rebuilding after a swap.
-5. Turns whose KV is complete are armed (Started). 6. One block is generated; its tokens (Tokens)
-   and ends (Finished) are written to the event stream, each with the version of the weights that
-   made them.
+5. Turns whose KV is complete are armed (Started). 6. One block is generated, unless more turns
+   wait for KV than generate: a block costs much the same for few as for many, so a server that
+   fills up first extends, chunk after chunk, until most of what it holds can generate. Its tokens
+   (Tokens) and ends (Finished) are written to the event stream, each with the version of the
+   weights that made them.
 So a commit waits for one block and one chunk, never for a turn. Under `recompute` a swap parks all
 generating turns; each decodes again as soon as its own KV is rebuilt. Under `keep` they go on at
 once and their tokens are marked mixed.
@@ -245,7 +247,8 @@ class DecodeServer:
             table.admit(self.version)
             self._extend()
             self._arm()
-            self._generate()
+            if table.num_filling <= table.num_running:
+                self._generate()
         if self._drains and not table.turns:
             self._drained(True)
         waited = self._times["block_s"] + self._times["chunk_s"] - waited

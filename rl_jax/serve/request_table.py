@@ -209,6 +209,11 @@ class RequestTable:
         return len(self._running)
 
     @property
+    def num_filling(self) -> int:
+        """Turns in a slot that lack KV."""
+        return len(self._filling)
+
+    @property
     def has_work(self) -> bool:
         """Whether the next iteration could do anything."""
         return bool(self._filling or self._ready or self._running or self._can_admit)
@@ -216,7 +221,7 @@ class RequestTable:
     def gauges(self) -> dict[str, int]:
         return {
             "waiting": len(self._waiting),
-            "filling": len(self._filling),
+            "filling": self.num_filling,
             "running": len(self._running),
             "sessions": len(self.sessions),
             "free_slots": len(self._free_slots),

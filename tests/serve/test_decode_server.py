@@ -92,6 +92,27 @@ def test_unreleased_sessions_keep_their_slots_and_the_deadline_says_so(kit):
     assert len(waiting.result(kit.PATIENCE_S).tokens) == 6
 
 
+def test_a_server_that_fills_up_extends_until_most_can_generate(kit):
+    d = kit.decode(chunk_requests=1, chunk_sizes=(16,), slots=4)
+    d.gate.close()
+    blocker = d.turns.start(kit.request("e0", list(range(5)), max_new_tokens=40))
+    d.gate.arrive()
+    futures = [blocker] + [
+        d.turns.start(kit.request(f"e{i}", list(range(5)), max_new_tokens=20)) for i in (1, 2, 3)
+    ]
+    seen = []
+    for _ in range(3):
+        d.gate.step()
+        stats = d.server.stats()
+        seen.append((stats["running"], stats["filling"]))
+    assert seen == [(2, 2), (3, 1), (4, 0)]  # not a block for one while three wait
+    d.gate.open()
+    for i, future in enumerate(futures):
+        num = 20 if i else 40
+        want = d.engine.expected(list(range(5)), num)
+        assert future.result(kit.PATIENCE_S).tokens.tolist() == want
+
+
 def test_priority_goes_first_then_arrival(kit):
     d = kit.decode(slots=1)
     d.gate.close()
