@@ -40,7 +40,7 @@ PEER = {
 # measured, and 3 ms of the host's work a block of 16 steps and 256 slots that nothing hides.
 PREDICTIONS = {
     "64 x 960 + 128": 680.0,
-    "256 x 960 + 128": 2050.0,  # 2681 while a block ran after every chunk
+    "256 x 960 + 128": 2000.0,  # 2681 while a block ran after every chunk, 2175 after every second
     "256 x 128 + 512": 2450.0,
 }
 

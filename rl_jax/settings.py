@@ -72,6 +72,9 @@ class ServeSettings:
     # requests one server may hold waiting; one more is refused (TurnError queue_full)
     queue_size: int = 1024
     turn_deadline_s: float = 60.0
+    # most chunks in a row that extend histories while others wait to generate: a block costs much the same for few
+    # as for many, so a server that fills up, or rebuilds after a swap, fills first
+    chunks_per_block: int = 16
     compile_deadline_s: float = 1800.0  # for every server to compile its programs; then exit code 5
     stop_deadline_s: float = 10.0  # for close() to join a server's thread
 

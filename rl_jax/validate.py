@@ -57,6 +57,7 @@ INTERVALS = {
     "engine.append_limit": "[0, inf)",
     "serve.queue_size": "[1, inf)",
     "serve.turn_deadline_s": "(0, inf)",
+    "serve.chunks_per_block": "[1, inf)",
     "serve.compile_deadline_s": "(0, inf)",
     "serve.stop_deadline_s": "(0, inf)",
     "rollout.batch_groups": "[1, inf)",

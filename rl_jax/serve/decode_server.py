@@ -6,11 +6,10 @@ One iteration of the loop, between any two of which commands are obeyed:
 2. Deadlines. 3. Waiting turns get slots; a Prefix handed over is used if its version allows it.
 4. At most one chunk extends KV: suffixes of live histories, contexts that came without a Prefix,
    rebuilding after a swap.
-5. Turns whose KV is complete are armed (Started). 6. One block is generated, unless more turns
-   wait for KV than generate: a block costs much the same for few as for many, so a server that
-   fills up first extends, chunk after chunk, until most of what it holds can generate. Its tokens
-   (Tokens) and ends (Finished) are written to the event stream, each with the version of the
-   weights that made them.
+5. Turns whose KV is complete are armed (Started). 6. One block is generated, unless other turns
+   still wait for KV and serve.chunks_per_block is not reached: a block costs much the same for few
+   as for many. Its tokens (Tokens) and ends (Finished) are written to the event stream, each with
+   the version of the weights that made them.
 So a commit waits for one block and one chunk, never for a turn. Under `recompute` a swap parks all
 generating turns; each decodes again as soon as its own KV is rebuilt. Under `keep` they go on at
 once and their tokens are marked mixed.
@@ -82,6 +81,7 @@ class DecodeServer:
         self._state: Any = None
         self._epoch = 0
         self._is_paused = False
+        self._chunks_in_row = 0  # since the last block
         self._drains: list[Drain] = []  # not empty: requests are refused until `resume`
         self._times = {"block_s": 0.0, "chunk_s": 0.0, "host_s": 0.0}
 
@@ -247,7 +247,7 @@ class DecodeServer:
             table.admit(self.version)
             self._extend()
             self._arm()
-            if table.num_filling <= table.num_running:
+            if not table.num_filling or self._chunks_in_row >= self.settings.chunks_per_block:
                 self._generate()
         if self._drains and not table.turns:
             self._drained(True)
@@ -265,6 +265,7 @@ class DecodeServer:
         self._state = self.engine.append(self._params, self._state, slots, chunk)
         self._times["chunk_s"] += time.perf_counter() - start
         self._table.filled(turns, pieces, self.version)
+        self._chunks_in_row += 1
         self._loop.num_done += 1
 
     def _arm(self) -> None:
@@ -281,6 +282,7 @@ class DecodeServer:
             self._events.write(Started(turn.request.key, slot, epoch, self.version))
 
     def _generate(self) -> None:
+        self._chunks_in_row = 0
         if not self._table.num_running:
             return
         self._loop.doing = f"generating for {self._table.num_running} requests"

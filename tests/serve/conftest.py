@@ -119,8 +119,9 @@ def kit():
 
     def decode(*, name="decode.0", version=0, pool="decode", tags=(), compiling=False, **changes):
         gate = Gate()
+        serve = replace(SERVE, **{n: changes.pop(n) for n in vars(SERVE) if n in changes})
         engine = FakeEngine(replace(SETTINGS, **changes), before_block=gate)
-        server = DecodeServer(name, pool, engine, SERVE, tags=tags)
+        server = DecodeServer(name, pool, engine, serve, tags=tags)
         started.append((server, gate))
         if compiling:  # the gate stands before each compile, too; the test starts the server
             engine.before_compile = gate

@@ -92,20 +92,22 @@ def test_unreleased_sessions_keep_their_slots_and_the_deadline_says_so(kit):
     assert len(waiting.result(kit.PATIENCE_S).tokens) == 6
 
 
-def test_a_server_that_fills_up_extends_until_most_can_generate(kit):
-    d = kit.decode(chunk_requests=1, chunk_sizes=(16,), slots=4)
+@pytest.mark.parametrize(
+    "chunks_per_block, seen", [(1, [(2, 2), (3, 1), (4, 0)]), (2, [(3, 1), (4, 0)]), (16, [(4, 0)])]
+)
+def test_a_server_that_fills_up_fills_first(kit, chunks_per_block, seen):
+    """(running, filling) when the server stands before each of its next blocks."""
+    d = kit.decode(chunks_per_block=chunks_per_block, chunk_requests=1, chunk_sizes=(16,), slots=4)
     d.gate.close()
     blocker = d.turns.start(kit.request("e0", list(range(5)), max_new_tokens=40))
     d.gate.arrive()
     futures = [blocker] + [
         d.turns.start(kit.request(f"e{i}", list(range(5)), max_new_tokens=20)) for i in (1, 2, 3)
     ]
-    seen = []
-    for _ in range(3):
+    for want in seen:
         d.gate.step()
         stats = d.server.stats()
-        seen.append((stats["running"], stats["filling"]))
-    assert seen == [(2, 2), (3, 1), (4, 0)]  # not a block for one while three wait
+        assert (stats["running"], stats["filling"]) == want
     d.gate.open()
     for i, future in enumerate(futures):
         num = 20 if i else 40
