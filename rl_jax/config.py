@@ -185,14 +185,15 @@ def _split_argv(argv: Sequence[str], errors: list[str]) -> tuple[LaunchOptions, 
         elif name in ("help", "h"):
             say(USAGE)
             raise SystemExit(0)
-        elif name == "dry_run":
-            chosen[name] = "true" if value is None else value
         else:
             value = words.pop(0) if takes_next else value
+            value = value or ("true" if name == "dry_run" and value is None else "")
             if not value:
                 errors.append(f"--{name} needs a value: --{name}=...")
-            else:
-                chosen[name] = value
+            elif chosen.setdefault(name, value) != value:
+                errors.append(
+                    f"--{name}={chosen[name]} and --{name}={value} are both there; keep one"
+                )
     if "progress" in chosen:
         overrides.append(("metrics.progress", chosen.pop("progress")))
     return _options(chosen, overrides, errors), overrides
@@ -300,12 +301,24 @@ def _call_get_config(module: Any, arg: str) -> Any:
 def _file_error(path: Path, error: Exception) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
-    text = " ".join(str(error).split())
-    if (
-        isinstance(error, AttributeError) and "Other fields present" in text
-    ):  # ml_collections lists them all
-        text = text.split(" Other fields present")[0].strip("\"' ")
-    return f"{path}{f':{line}' if line else ''}: {type(error).__name__}: {text}"
+    text = _no_such_key(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{path}{f':{line}' if line else ''}: {text}"
+
+
+def _no_such_key(error: Exception) -> str:
+    """The line about a key that a section of the config does not have, as of the command line; "" for other errors."""
+    if not isinstance(error, (AttributeError, KeyError)):
+        return ""
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        section = frame.f_locals.get("self")
+        name = frame.f_locals.get("key", frame.f_locals.get("attribute"))
+        if isinstance(section, _OpenDict) or not isinstance(section, ConfigDict):
+            continue
+        if isinstance(name, str) and name not in section:
+            names = list(section)
+            alike = [key for key, known in schema.sections() if known == set(names)]
+            return schema.unknown_key(alike[0] if len(alike) == 1 else "", name, names)
+    return ""
 
 
 def _section(cls: type, given: Any = None) -> ConfigDict:

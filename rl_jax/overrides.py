@@ -31,8 +31,10 @@ class _NoSuchKey(Exception):
 
 
 def parse_overrides(overrides: Sequence[Override], errors: list[str]) -> list[tuple[Path, Any]]:
-    """(path, value) of each override whose key exists and whose text has the right type; the others become errors."""
+    """(path, value) of each override whose key exists and whose text has the right type; the others become errors, and
+    so do two values of one key."""
     out: list[tuple[Path, Any]] = []
+    given: dict[Path, tuple[str, Any]] = {}  # what was typed, and its value
     for key, text in overrides:
         try:
             path = _split(key)
@@ -44,8 +46,13 @@ def parse_overrides(overrides: Sequence[Override], errors: list[str]) -> list[tu
             continue
         num_errors = len(errors)
         value = schema.parse_value("true" if text is None else text, annotation, key, errors)
-        if len(errors) == num_errors:
-            out.append((path, value))
+        if len(errors) > num_errors:
+            continue
+        typed = f"{key}={'true' if text is None else text}"
+        before, same = given.setdefault(path, (typed, value))
+        if same != value:
+            errors.append(f"{before} and {typed} are both on the command line; keep one")
+        out.append((path, value))
     return out
 
 

@@ -13,7 +13,7 @@ import math
 import numbers
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -74,13 +74,33 @@ def leaf_keys(cls: type = Settings, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+def sections(cls: type = Settings, where: str = "") -> Iterator[tuple[str, set[str]]]:
+    """(dotted key, its fields) of the whole and of every section in it; sequences of sections are not entered."""
+    hints = field_types(cls)
+    yield where, set(hints)
+    for name, annotation in hints.items():
+        if is_dataclass(annotation):
+            yield from sections(typing.cast(type, annotation), f"{where}.{name}".lstrip("."))
+
+
+def nearest(name: str, names: Iterable[str], num: int = NUM_SUGGESTIONS) -> list[str]:
+    """The names most like `name`, in upper or lower case; the one that differs in case alone stands by itself."""
+    by_lower: dict[str, list[str]] = {}
+    for known in names:
+        by_lower.setdefault(known.lower(), []).append(known)
+    if (same := by_lower.get(name.lower())) is not None:
+        return same
+    near = difflib.get_close_matches(name.lower(), by_lower, num, cutoff=0.5)
+    return [known for lower in near for known in by_lower[lower]]
+
+
 def unknown_key(where: str, name: str, siblings: Sequence[str]) -> str:
     """The error line with the nearest keys: a near sibling, then the same name in another section, then a near one."""
     section = f"{where}." if where else ""
     scores: dict[str, float] = {}
     for key in [*(section + n for n in siblings), *leaf_keys()]:
         leaf = key.rsplit(".", 1)[-1]
-        near = difflib.SequenceMatcher(None, name, leaf).ratio()
+        near = difflib.SequenceMatcher(None, name.lower(), leaf).ratio()
         scores.setdefault(key, near if leaf in siblings and key == section + leaf else 0.9 * near)
     best = sorted(scores, key=lambda key: (-scores[key], len(key)))
     near_ones = [key for key in best if scores[key] >= MIN_RATIO][:NUM_SUGGESTIONS]

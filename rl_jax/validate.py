@@ -6,7 +6,6 @@ cannot do is refused with the reason, not tried.
 Must not: import jax or an environment's or plugin's module (only tables of names are read), or look at a device.
 """
 
-import difflib
 import importlib.util
 import math
 import re
@@ -194,7 +193,7 @@ def check_name(key: str, name: str, table: Mapping[str, Any]) -> list[str]:
         if importlib.util.find_spec(package) is None:
             return [f"{key}={name}: there is no package {package}; install it or extend PYTHONPATH"]
         return []
-    near = difflib.get_close_matches(name, table, 3, cutoff=0.5) or sorted(table)
+    near = schema.nearest(name, table) or sorted(table)
     return [f'{key}={name} is unknown; use {", ".join(near)}, or "package.module:attribute"']
 
 

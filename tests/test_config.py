@@ -74,7 +74,6 @@ BAD = [
     ("train", "stray word 'train'"),
     ("--mode=serve", "--mode=serve is not one of train, eval, rollout_only, train_only"),
     ("--resume=yes", "--resume=yes is neither auto, never, strict, a step, nor a directory"),
-    ("--config=none.py", "no config file none.py; configs holds: quickstart"),
     ("--mesh=none", "no config file none; mesh_configs holds: colocated_8, h100_8, one_device, split_8"),
     ("--config.learner=3", "--config.learner is a section; set one of its keys: learning_rate"),
     ("--config.tasks.sources=3", "--config.tasks.sources is a section"),
@@ -100,6 +99,12 @@ BAD = [
     ("--config.run_id=a/b", "run_id='a/b' must be letters, digits"),
     # names
     ("--config.algorithm.name=gropo", "algorithm.name=gropo is unknown; use grpo"),
+    ("--config.algorithm.name=GRPO", 'algorithm.name=GRPO is unknown; use grpo, or "package.module:attribute"'),
+    ("--config.algorithm.name=Dr_GROP", "algorithm.name=Dr_GROP is unknown; use dr_grpo"),
+    ("--config.model.tokenizer=Byte", "model.tokenizer=Byte is unknown; use byte, or"),
+    ("--config.tasks.sources[0].env=FrozenLake", "tasks.sources[0].env=FrozenLake is unknown; use frozen_lake"),
+    ("--config.tasks.sources[0].reward=Exact_Match", "reward=Exact_Match is unknown; use exact_match, or"),
+    ("--config.learner.LEARNING_RATE=1", "learner.LEARNING_RATE is not a key; did you mean learner.learning_rate"),
     ("--config.model.family=mamba", "model.family=mamba is unknown; use decoder"),
     ("--config.model.tokenizer=bpe", "model.tokenizer=bpe is unknown; use byte"),
     ("--config.rollout.scheduler=lifo", "rollout.scheduler=lifo is unknown; use trajectory"),
@@ -159,6 +164,10 @@ def test_bad_config_raises_its_line(two_tasks, word, line):
     assert len(errors) <= (4 if word.startswith("--config.mesh") else 2), errors
 
 
+def test_config_file_that_is_not_there_is_told_with_those_that_are():
+    assert errors_of("--config=none.py") == ["no config file none.py; configs holds: quickstart"]
+
+
 def test_all_errors_at_once_and_each_once(two_tasks):
     errors = errors_of(
         two_tasks,
@@ -201,6 +210,34 @@ def test_unknown_key_answers_in_a_second_without_jax():
     ]
     # Of CPU, which a busy machine does not stretch as it does the clock; about 0.6 s.
     assert children_cpu_s() - before < 1.5
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["--config.steps=3", "--config.steps", "4"], "steps=3 and steps=4 are both on the command line; keep one"),
+        (["--config.steps=3", "--config.seed=1", "--config.steps=5"], "steps=3 and steps=5 are both"),
+        (["--progress=json", "--config.metrics.progress=none"], "metrics.progress=none and metrics.progress=json are"),
+        (["--config.model.qk_norm", "--config.model.qk_norm=false"], "model.qk_norm=true and model.qk_norm=false are"),
+        (
+            ["--config.tasks.sources[0].config.a=1", "--config.tasks.sources[0].config.a=b"],
+            "tasks.sources[0].config.a=1 and tasks.sources[0].config.a=b are both",
+        ),
+        (["--mode=eval", "--mode", "train"], "--mode=eval and --mode=train are both there; keep one"),
+        (["--run_dir=a", "--run-dir=b"], "--run_dir=a and --run_dir=b are both there; keep one"),
+        (["--dry_run", "--dry_run=false"], "--dry_run=true and --dry_run=false are both there; keep one"),
+        (["--mesh=split_8", "--mesh=one_device"], "--mesh=split_8 and --mesh=one_device are both there"),
+    ],
+)  # fmt: skip
+def test_two_values_of_one_flag_are_one_line_with_both(two_tasks, words, line):
+    errors = errors_of(two_tasks, *words)
+    assert len(errors) == 1 and errors[0].startswith(line), errors
+
+
+def test_a_flag_may_stand_twice_with_one_value(two_tasks):
+    words = ["--config.steps=3", "--config.steps=3", "--config.learner.learning_rate=1e-3"]
+    again = ["--config.learner.learning_rate=0.001", "--mode=train", "--mode=train"]
+    assert parse([two_tasks, *words, *again]).settings.steps == 3
 
 
 @pytest.mark.parametrize(
@@ -359,7 +396,12 @@ def test_argument_selects_the_structure(tmp_path):
         ("x = 1", "it has no get_config() function"),
         ("def get_config():\n    return 1 +", "experiment.py:7: SyntaxError: invalid syntax"),
         ("def get_config():\n    return undefined", "experiment.py:7: NameError: name 'undefined' is not defined"),
-        (ONE_DEVICE.format("config.learner.learning_rat = 1"), 'AttributeError: Key "learning_rat" does not exist'),
+        (ONE_DEVICE.format("config.learner.learning_rat = 1"), "py:9: learner.learning_rat is not a key; did you mean"),
+        (ONE_DEVICE.format("config.learner.update(learning_rat=1)"), ": learner.learning_rat is not a key; did you"),
+        (ONE_DEVICE.format("config.lerner.remat = 'none'"), ": lerner is not a key; did you mean learner"),
+        (ONE_DEVICE.format("config.steps = config.get_ref('stepps') // 2"), ": stepps is not a key; did you mean"),
+        (ONE_DEVICE.format("config.teacher.chekpoint = 'x'"), "did you mean checkpoint, teacher.checkpoint, reference"),
+        (ONE_DEVICE.format("config.tasks.sources[0].config.size += 1"), "experiment.py:9: AttributeError: "),
         (ONE_DEVICE.format("config.steps = 'many'"), "steps='many' must be an int"),
         (ONE_DEVICE.format("config.steps = None"), "steps=None must be an int"),
         (ONE_DEVICE.format("config.learner = 3"), "learner=3 must be a section with keys learning_rate"),
