@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rl_jax.engine.engine import JaxEngine
 from rl_jax.mesh import Meshes, MeshPlan
@@ -22,9 +23,11 @@ from rl_jax.types import MAX_SUPPORT
 
 LOG = logging.getLogger(__name__)
 
+LOOK_S = 1.0  # while one server compiles, the others are looked at so often
+
 
 class ServersNotReady(RuntimeError):
-    """A server had not compiled its programs in time."""
+    """A server had not compiled its programs in time, or died of it."""
 
 
 class InProcCluster:
@@ -72,20 +75,37 @@ class InProcCluster:
             server.start()
 
     def wait_ready(self, deadline_s: float) -> None:
-        """Wait until every server has compiled; one that died of it is told by the first sync, which fences it.
+        """Wait until every server has compiled.
 
-        Raises: ServersNotReady after deadline_s.
+        Raises: ServersNotReady after deadline_s, or once a server died: what it died of, it would die of again.
         """
-        end_s = time.monotonic() + deadline_s
-        for server in self.targets:
+        end_s, waiting = time.monotonic() + deadline_s, list(self.targets)
+        while waiting:
+            self.check()
+            server, left_s = waiting[0], max(0.0, end_s - time.monotonic())
             try:
-                server.wait_ready(max(0.0, end_s - time.monotonic()))
-            except TimeoutError as error:
-                raise ServersNotReady(
-                    f"{error}; raise serve.compile_deadline_s={deadline_s:g}"
-                ) from None
-            except RuntimeError as error:
-                LOG.error("%s", error)
+                server.wait_ready(min(LOOK_S, left_s))
+                waiting.remove(server)
+            except TimeoutError:
+                if left_s <= LOOK_S:
+                    raise ServersNotReady(
+                        f"{server.name}: not compiled after {deadline_s:g} s ({server.progress()[1]}); raise"
+                        " serve.compile_deadline_s"
+                    ) from None
+            except RuntimeError:
+                continue  # it died, which check tells
+
+    def check(self) -> None:
+        """Raises: ServersNotReady naming a server that died and of what; nothing of those that still compile."""
+        for server in self.targets:
+            with suppress(TimeoutError):
+                try:
+                    server.wait_ready(0.0)
+                except RuntimeError as error:
+                    said = (
+                        f"{error}; the log has its trace, and --dry_run traces the programs alone"
+                    )
+                    raise ServersNotReady(said) from None
 
     def close(self) -> None:
         """End the servers; one whose thread does not end (it may be compiling) is left behind, loudly."""

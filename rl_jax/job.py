@@ -247,7 +247,7 @@ def _run_mode(job: Job, mode: str) -> None:
             )
         is_fresh = decision.resume_from is None
         if mode == "train" and is_fresh and settings.warm_start.steps:
-            _warm_start(job, model, learner, parts, recorder)
+            _warm_start(job, cluster, model, learner, parts)
         open_roles(setting, roles, mode, source)
         _settle(job, cluster)
         job.check_stop()
@@ -419,9 +419,11 @@ def _recorder(job: Job) -> Recorder:
     )  # fmt: skip
 
 
-def _warm_start(job: Job, model: Model, learner: Learner, parts: Parts, recorder: Recorder) -> None:
+def _warm_start(
+    job: Job, cluster: InProcCluster, model: Model, learner: Learner, parts: Parts
+) -> None:
     """Supervised steps on scripted episodes; leaves version 0 in `learner`, with a fresh optimizer."""
-    settings, pool, cfg = job.settings, job.pool, job.settings.warm_start
+    settings, pool, cfg, recorder = job.settings, job.pool, job.settings.warm_start, parts.recorder
     assert pool is not None
     groups: list[Group] = []
     with job.progress.phase("scripted episodes"):
@@ -442,6 +444,7 @@ def _warm_start(job: Job, model: Model, learner: Learner, parts: Parts, recorder
         nonlocal done
         recorder.warm_start(step, metrics)
         job.check_stop()
+        cluster.check()  # minutes before anybody would ask it for something
         done = f"step {step} of {cfg.steps}, loss {metrics['policy/loss'].mean:.3f}"
 
     with job.progress.phase("warm start", "the first step compiles", lambda: done):

@@ -11,6 +11,7 @@ import pytest
 from rl_jax import job, launch
 from rl_jax.cluster import InProcCluster, ServersNotReady
 from rl_jax.driver import Driver
+from rl_jax.engine.engine import JaxEngine
 from rl_jax.mesh import build
 
 CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
@@ -61,18 +62,54 @@ def test_loop_runs_with_what_was_compiled_frozen_and_the_process_gets_it_back(
     assert states == ["running", "done"] and status("b") == "done"
 
 
-def test_servers_that_do_not_compile_in_time_end_the_run_and_dead_ones_wait_for_the_sync():
-    def server(error):
+def cluster_of(**servers):
+    """name -> what its wait_ready raises, None once it has compiled."""
+
+    def server(name, error):
         def wait_ready(deadline_s):
             if error is not None:
                 raise error
 
-        return SimpleNamespace(wait_ready=wait_ready)
+        return SimpleNamespace(
+            name=name, wait_ready=wait_ready, progress=lambda: (3, "compiling, after arm")
+        )
 
     cluster = object.__new__(InProcCluster)
-    cluster.prefill, cluster.decode = [server(RuntimeError("died"))], [server(None)]
-    cluster.wait_ready(5.0)
-    cluster.decode.append(server(TimeoutError("decode.1: not compiled after 5 s (compiling)")))
-    with pytest.raises(ServersNotReady, match="decode.1: not compiled.*serve.compile_deadline_s=5"):
-        cluster.wait_ready(5.0)
+    cluster.prefill, cluster.decode = [], [server(*item) for item in servers.items()]
+    return cluster
+
+
+def test_server_that_does_not_compile_in_time_ends_the_run():
+    cluster_of(a=None, b=None).wait_ready(5.0)
+    with pytest.raises(
+        ServersNotReady, match=r"b: not compiled after 0.5 s \(compiling, after arm"
+    ):
+        cluster_of(a=None, b=TimeoutError()).wait_ready(0.5)
     assert job.exit_code(ServersNotReady("x")) == 5
+
+
+def test_server_that_dies_is_told_while_another_still_compiles():
+    cluster = cluster_of(slow=TimeoutError(), dead=RuntimeError("dead: it died while compiling"))
+    with pytest.raises(ServersNotReady, match="^dead: it died while compiling; the log has"):
+        cluster.wait_ready(1e6)
+    with pytest.raises(ServersNotReady, match="^dead: "):
+        cluster.check()
+    cluster_of(slow=TimeoutError()).check()
+
+
+@pytest.mark.slow
+def test_server_that_dies_while_it_compiles_ends_the_run_by_name_with_exit_code_5(
+    tmp_path, capsys, monkeypatch
+):
+    compile_steps = JaxEngine.compile_steps
+
+    def broken(self, params, *, decode=True):
+        if self.name == "decode.1":
+            raise ValueError("no such instruction")
+        return compile_steps(self, params, decode=decode)
+
+    monkeypatch.setattr(JaxEngine, "compile_steps", broken)
+    assert run(tmp_path, "--mesh=split_8:train1") == 5
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert "decode.1: its thread died while compiling: ValueError: no such instruction" in line
+    assert "no such instruction" in (tmp_path / "logs" / "latest" / "driver.log").read_text()

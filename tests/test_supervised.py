@@ -105,7 +105,8 @@ def test_ctrl_c_in_a_save_waits_for_it_and_says_interrupted(tmp_path, monkeypatc
         return hashed(root)
 
     monkeypatch.setattr(checkpoint, "_sync_and_hash", slow)
-    assert run(tmp_path, *words, "--config.data.epochs=2") == 130
+    words = [word.replace("epochs=40", "epochs=2") for word in words]
+    assert run(tmp_path, *words) == 130
     assert capsys.readouterr().err.splitlines() == ["interrupted"]
     status = json.loads((tmp_path / "STATUS.json").read_text())
     assert (status["state"], status["error"]) == ("interrupted", "KeyboardInterrupt")
