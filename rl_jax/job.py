@@ -21,23 +21,18 @@ import jax
 from rl_jax import report
 from rl_jax.algorithms import ALGORITHMS
 from rl_jax.algorithms.options import learns_from_rows
-from rl_jax.backend import BackendError
 from rl_jax.build_roles import Setting, make_roles, open_roles
-from rl_jax.checkpoint import Checkpointer, CheckpointError
-from rl_jax.cluster import InProcCluster, ServersNotReady
+from rl_jax.checkpoint import Checkpointer
+from rl_jax.cluster import InProcCluster
 from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.data.corpus import Corpus
-from rl_jax.data.rows import DataError
 from rl_jax.data.stream import ExampleStream
 from rl_jax.disk import disk_full
-from rl_jax.driver import Driver, Parts, SyncFailed
-from rl_jax.guards import GuardTripped
-from rl_jax.learner.batch import BatchError
+from rl_jax.driver import Driver, Parts
 from rl_jax.learner.flops import peak_flops
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.roles import Roles
-from rl_jax.learner.trained import NonFiniteError
-from rl_jax.ledger import Ledger, LedgerError
+from rl_jax.ledger import Ledger
 from rl_jax.mesh import Meshes, MeshPlan, build_meshes
 from rl_jax.metrics import Metric, MetricsWriter
 from rl_jax.models import MODELS
@@ -45,18 +40,13 @@ from rl_jax.models.model import Model
 from rl_jax.preflight import Resolve, load_names, prepare_tasks, present_devices
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
-from rl_jax.resume import RunDirError, checkpoint_steps
+from rl_jax.resume import checkpoint_steps
 from rl_jax.rollout.blocking import run_blocking
-from rl_jax.rollout.buffer import SampleBuffer, TakeTimeout
-from rl_jax.rollout.evaluation import EvaluationFailed, EvaluationUnplayable
-from rl_jax.rollout.player import EnvBudgetExhausted, FleetExhausted
-from rl_jax.rollout.rollout import Rollout, RolloutStopped
+from rl_jax.rollout.buffer import SampleBuffer
+from rl_jax.rollout.rollout import Rollout
 from rl_jax.rollout.scheduler import SCHEDULERS
-from rl_jax.rollout.scripted import ScriptError
-from rl_jax.rollout.selection import SelectionExhausted
-from rl_jax.rollout.tasks import TaskError, TaskStream
-from rl_jax.rollout.traces import TraceError
-from rl_jax.rollout.worker import EnvError, EnvPool
+from rl_jax.rollout.tasks import TaskStream
+from rl_jax.rollout.worker import EnvPool
 from rl_jax.run_dir import RunDir
 from rl_jax.settings import AlgorithmSettings, Settings
 from rl_jax.signals import Preempted, on_sigterm, stop_at_once
@@ -72,47 +62,12 @@ from rl_jax.supervised import (
 from rl_jax.tokens import ChatRenderer
 from rl_jax.types import Group, Task
 from rl_jax.warm_start import warm_start
-from rl_jax.weights.plan import SyncPlan, SyncPlanError
+from rl_jax.weights.plan import SyncPlan
 from rl_jax.weights.sync import WeightSync
 
 LOG = logging.getLogger(__name__)
 
-EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (ConfigError, 2),
-    (BackendError, 2),
-    (RunDirError, 2),
-    (SyncPlanError, 2),
-    (CheckpointError, 3),
-    (TaskError, 3),
-    (TraceError, 3),
-    (BatchError, 3),
-    (DataError, 3),
-    (FileNotFoundError, 3),
-    (EnvError, 4),
-    (EnvBudgetExhausted, 4),
-    (ScriptError, 4),
-    (SyncFailed, 5),
-    (ServersNotReady, 5),
-    (FleetExhausted, 5),
-    (TakeTimeout, 5),
-    (RolloutStopped, 5),
-    (EvaluationUnplayable, 4),
-    (EvaluationFailed, 5),
-    (NonFiniteError, 6),
-    (SelectionExhausted, 6),
-    (GuardTripped, 6),
-    (LedgerError, 7),
-    (OSError, 7),
-    (Preempted, 75),
-)
-
-
 END_STATES = ((Preempted, "preempted"), (KeyboardInterrupt, "interrupted"))  # others: "failed"
-
-
-def exit_code(error: BaseException) -> int | None:
-    """Of an error that a user can act on; None for one that is ours."""
-    return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), None)
 
 
 def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resolve) -> int:

@@ -58,7 +58,7 @@ def _main(argv: Sequence[str]) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPT
     except BaseException as error:  # Preempted is no Exception, and is told here too
-        code = importlib.import_module("rl_jax.job").exit_code(error)
+        code = importlib.import_module("rl_jax.exit_codes").exit_code(error)
         if code is not None:
             return _tell(error, code)
         if not isinstance(error, Exception):

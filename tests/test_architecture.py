@@ -74,6 +74,7 @@ PART = {
     "guards": "driver",
     "warm_start": "driver",
     "job": "launch",
+    "exit_codes": "launch",
     "build_roles": "launch",
     "preflight": "launch",
     "supervised": "launch",

@@ -10,8 +10,8 @@ import pytest
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.config import parse
 from rl_jax.driver import Driver, DriverState
+from rl_jax.exit_codes import exit_code
 from rl_jax.guards import GuardTripped
-from rl_jax.job import exit_code
 from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.rollout.traces import read_groups
 from rl_jax.settings import Settings

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from rl_jax import job, launch
+from rl_jax import launch
 from rl_jax.config import ConfigError, parse
+from rl_jax.exit_codes import exit_code
 from rl_jax.learner.batch import BatchError
 from rl_jax.learner.learner import Learner
 from rl_jax.preflight import prepare_tasks
@@ -142,7 +143,7 @@ def test_too_few_scripted_episodes_are_a_script_error():
     [(SyncPlanError, 2), (BatchError, 3), (TaskError, 3), (TraceError, 3), (ScriptError, 4), (EvaluationFailed, 5)],
 )  # fmt: skip
 def test_typed_errors_have_a_code(kind, code):
-    assert job.exit_code(kind("x")) == code
+    assert exit_code(kind("x")) == code
 
 
 def test_error_of_ours_keeps_its_trace(tmp_path, capsys, monkeypatch):

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_jax import job, launch
+from rl_jax import launch
 from rl_jax.cluster import InProcCluster, ServersNotReady
 from rl_jax.driver import Driver
 from rl_jax.engine.engine import JaxEngine
+from rl_jax.exit_codes import exit_code
 from rl_jax.mesh import build
 
 CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
@@ -85,7 +86,7 @@ def test_server_that_does_not_compile_in_time_ends_the_run():
         ServersNotReady, match=r"b: not compiled after 0.5 s \(compiling, after arm"
     ):
         cluster_of(a=None, b=TimeoutError()).wait_ready(0.5)
-    assert job.exit_code(ServersNotReady("x")) == 5
+    assert exit_code(ServersNotReady("x")) == 5
 
 
 def test_server_that_dies_is_told_while_another_still_compiles():
