@@ -9,10 +9,11 @@ Must not: decide when anything happens (driver), or move weights (weights).
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from rl_jax.engine.engine import JaxEngine
+from rl_jax.lowering import Program
 from rl_jax.mesh import Meshes, MeshPlan
 from rl_jax.models.decoder import Model
 from rl_jax.serve.decode_server import DecodeServer
@@ -34,6 +35,7 @@ class InProcCluster:
     """Servers and router of one plan. Sole owner of their threads."""
 
     def __init__(self, plan: MeshPlan, meshes: Meshes, model: Model, settings: Settings):
+        self.plan = plan
         self.prefill: list[PrefillServer] = []
         self.decode: list[DecodeServer] = []
         top_k = settings.rollout.top_k
@@ -69,6 +71,16 @@ class InProcCluster:
         for server in self.targets:
             total.update({k: v for k, v in server.stats().items() if isinstance(v, (int, float))})
         return dict(total)
+
+    def lower(self) -> Iterator[Program]:
+        """The programs of each distinct server, from shapes alone; no thread is started. Raises: LoweringError."""
+        seen = []
+        engines = {server.name: server.engine for server in self.targets}
+        for server in self.plan.servers:
+            kind = (server.kind, server.axes, server.rules)
+            if kind not in seen:
+                seen.append(kind)
+                yield from engines[server.name].lower(decode=server.kind != "prefill")
 
     def start(self) -> None:
         for server in self.targets:

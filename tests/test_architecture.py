@@ -54,6 +54,7 @@ ROWS = {
 PART = {
     "types": "records",
     "disk": "records",
+    "lowering": "records",
     "settings": "records",
     "schema": "records",
     "__init__": "records",

@@ -17,7 +17,8 @@ into `params`, what all verbs take: Params of model.packed where the mesh splits
 Must not: know versions, sessions, threads or text; convert weights.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from rl_jax.engine import programs
 from rl_jax.engine.attention import choose_attention, choose_chunk_attention
 from rl_jax.engine.chunks import end_positions, fresh_chunk, is_fresh, padding_chunk
 from rl_jax.engine.state import Cache, DecodeState, SlotState, empty_sampling, empty_slots
+from rl_jax.lowering import Lowering, Program
 from rl_jax.mesh import mesh_axes, named_sharding, shardings
 from rl_jax.models.model import Model
 from rl_jax.settings import EngineSettings
@@ -43,6 +45,16 @@ MIN_TILE, MAX_TILE = (
     16,
     128,
 )  # queries of one attention tile: few suit short suffixes, many suit long chunks
+
+# What lower calls a program, where its verb says more than its attribute.
+VERBS = {
+    "_zero_params": "weights",
+    "_extend_scratch": "prefill",
+    "_insert_scratch": "continuation",
+    "_extend_state": "append",
+    "_insert_state": "insert",
+    "_disarm": "free",
+}
 
 
 class JaxEngine:
@@ -248,7 +260,7 @@ class JaxEngine:
             yield "arm"
             state = self.free(state, none)
             yield "free"
-            jax.block_until_ready(self.generate(params, state)[1].tokens)
+            jax.block_until_ready(self._generate(params, state)[1])
             yield "generate"
             return
         for size in self._fresh_sizes:  # a request reaches no further than the chunk
@@ -267,7 +279,23 @@ class JaxEngine:
                 self._insert_scratch(self._scratch(longer), self._scratch(shorter), dropped)
                 yield f"continuation of {shorter} within {longer} tokens"
 
-    def _compile(self) -> None:
+    def lower(self, *, decode: bool = True) -> Iterator[Program]:
+        """What compile_steps compiles, from shapes alone; of chunk sizes and attention buckets the largest only, as
+        the others differ in sizes. Raises: LoweringError.
+        """
+        twin, made, seen = copy(self), [], set()
+        twin.settings = replace(self.settings, chunk_sizes=self.settings.chunk_sizes[-1:])
+        twin.visible_buckets = self.visible_buckets[-1:]
+        twin._compile(partial(Lowering, made))
+        for name, program in vars(twin).items():
+            if isinstance(program, Lowering):
+                program.name = f"{self.name} {VERBS.get(name, name.lstrip('_'))}"
+        for _ in twin.compile_steps(twin.zero_params(), decode=decode):
+            yield from ((name, program) for name, program in made if name not in seen)
+            seen.update(name for name, _ in made)
+            made.clear()
+
+    def _compile(self, jit: Callable[..., Any] = jax.jit) -> None:
         model, spec, dtype = self.served, self.spec, self.dtype
         cache, prefix, small = self._cache_sharding, self.prefix_sharding, self._replicated
 
@@ -283,28 +311,28 @@ class JaxEngine:
         extend = partial(programs.extend, model)
         static = {"static_argnames": ("visible", "tile", "fresh"), "donate_argnums": (1,)}
         state_out = DecodeState(cache, small)
-        self._init_state = jax.jit(init_state, out_shardings=state_out)
-        self._scratch = jax.jit(
+        self._init_state = jit(init_state, out_shardings=state_out)
+        self._scratch = jit(
             partial(zeros, self.num_requests), static_argnums=0, out_shardings=prefix
         )
-        self._zero_params = jax.jit(
+        self._zero_params = jit(
             lambda: {n: jnp.zeros(a.shape, dtype) for n, a in model.abstract.items()},
             out_shardings=self.served_shardings,
         )
         self._joins: dict[Any, Any] = {}
-        self._extend_state = jax.jit(extend, out_shardings=cache, **static)
-        self._extend_scratch = jax.jit(extend, out_shardings=prefix, **static)
-        self._generate = jax.jit(
+        self._extend_state = jit(extend, out_shardings=cache, **static)
+        self._extend_scratch = jit(extend, out_shardings=prefix, **static)
+        self._generate = jit(
             partial(programs.generate, model, step=self.step),
             donate_argnums=1,
             out_shardings=(state_out, small),
         )
         insert = {"donate_argnums": 0}
-        self._insert_state = jax.jit(programs.insert_rows, out_shardings=cache, **insert)
-        self._insert_scratch = jax.jit(programs.insert_rows, out_shardings=prefix, **insert)
-        self._arm = jax.jit(programs.arm, donate_argnums=0, out_shardings=small)
-        self._disarm = jax.jit(programs.disarm, donate_argnums=0, out_shardings=small)
-        self._read_row = jax.jit(programs.read_row, out_shardings=prefix)
+        self._insert_state = jit(programs.insert_rows, out_shardings=cache, **insert)
+        self._insert_scratch = jit(programs.insert_rows, out_shardings=prefix, **insert)
+        self._arm = jit(programs.arm, donate_argnums=0, out_shardings=small)
+        self._disarm = jit(programs.disarm, donate_argnums=0, out_shardings=small)
+        self._read_row = jit(programs.read_row, out_shardings=prefix)
 
     # --- host arrays ------------------------------------------------------------------------
 

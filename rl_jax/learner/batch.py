@@ -16,7 +16,7 @@ does not train and adds advantages and weights. 4 The learner cuts rows into mic
 Must not: import jax, read text or an environment, or average.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -131,6 +131,17 @@ def pack(
         context_mixed=batch.place([m.context_mixed for m in members], bool, False),
         support=_support(batch, members, packed),
     )
+
+
+def empty_batch(settings: LearnerSettings, needs: Iterable[str], support: int = 0) -> Batch:
+    """A batch without a row that has the extras which with_advantages leaves under these needs, and the support of
+    `support` ids a token: from it programs are lowered."""
+    batch = pack([], settings)
+    shape = batch.tokens.shape  # [0, T]
+    names = {*needs, *({"returns"} if "values" in needs else ())}
+    extras = {name: np.zeros(shape, np.float32) for name in sorted(names)}
+    ids = np.zeros((*shape, support), np.int32) if support else None
+    return replace(batch, extras=extras, support=ids)
 
 
 def with_advantages(

@@ -44,7 +44,7 @@ from rl_jax.settings import LearnerSettings
 
 
 class Critic(TrainedModel):
-    what, section = "critic", "critic"
+    what, section, gives = "critic", "critic", "values"
     figures = Figures(
         "critic/loss", "critic/grad_norm", "critic/learning_rate", "critic/skipped"
     )  # fmt: skip
@@ -76,7 +76,7 @@ class Critic(TrainedModel):
             dump_dir=dump_dir,
         )
         self.updates = updates
-        self._scorer = Scorer(rows, forward)
+        self.scorer = Scorer(rows, forward)
 
     def start(self, policy: Mapping[str, jax.Array]) -> None:
         """Begin with a policy's trunk, which may lie on another mesh, and a head that says 0."""
@@ -84,7 +84,7 @@ class Critic(TrainedModel):
 
     def score(self, batch: Batch) -> np.ndarray:
         """Value of the state before each trained token, f32[B, T], 0 elsewhere."""
-        return self._scorer(self.params, batch)
+        return self.scorer(self.params, batch)
 
     def step(self, batch: Batch, version: int = 0) -> dict[str, Metric]:
         """`updates` optimizer steps towards batch.extras["returns"]. Raises: as Learner.step.

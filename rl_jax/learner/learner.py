@@ -28,8 +28,6 @@ from rl_jax.metrics import Metric
 from rl_jax.models.model import Model
 from rl_jax.settings import LearnerSettings
 
-SCORES = ("old_logprobs",)  # what score() can compute
-
 
 class Learner(TrainedModel):
     def __init__(
@@ -69,7 +67,7 @@ class Learner(TrainedModel):
         self._count = jax.jit(
             lambda counts: jax.tree.map(lambda n: n + 1, counts), out_shardings=rows.replicated
         )
-        self.scorer = Scorer(rows, forward)  # for any weights of this model on this mesh
+        self.scorer = Scorer(rows, forward)
 
     def step(self, batch: Batch, version: int = 0) -> dict[str, Metric]:
         """One optimizer step on the whole batch, which version `version` consumes; blocks until it is done.
@@ -93,14 +91,12 @@ class Learner(TrainedModel):
         old_logprobs: log-probs of the current weights. With needs empty nothing is computed.
         Raises: ValueError for a name this learner cannot compute.
         """
-        needs = sorted(needs)
-        if unknown := [name for name in needs if name not in SCORES]:
+        needs = set(needs)
+        if unknown := sorted(needs - {self.gives}):
             raise ValueError(
-                f"the algorithm needs {', '.join(unknown)}; this learner computes {', '.join(SCORES)}"
+                f"the algorithm needs {', '.join(unknown)}; this learner computes {self.gives}"
             )
-        if not needs:
-            return {}
-        return {"old_logprobs": self.scorer(self.params, batch)}
+        return {self.gives: self.scorer(self.params, batch)} if needs else {}
 
     def hold(self) -> None:
         """Let a batch pass without an update, as a skipped one does: the schedule stands still, the version goes on."""

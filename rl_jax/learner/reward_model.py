@@ -28,7 +28,7 @@ from rl_jax.learner.step import (
     ValueForward,
     accumulate,
     apply_update,
-    loss_inputs,
+    weighted_loss,
 )
 from rl_jax.learner.trained import TrainedModel
 from rl_jax.mesh import RulesLike
@@ -39,7 +39,7 @@ from rl_jax.settings import LearnerSettings
 
 
 class RewardModel(TrainedModel):
-    what, section = "reward model", "learner"
+    what, section, gives = "reward model", "learner", "rewards"
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class RewardModel(TrainedModel):
             dump_dir=dump_dir,
         )
         self.algorithm = algorithm
-        self._scorer = Scorer(rows, forward)
+        self.scorer = Scorer(rows, forward)
 
     def start(self, policy: Mapping[str, jax.Array]) -> None:
         """Begin with a policy's trunk and a head that says 0."""
@@ -73,11 +73,11 @@ class RewardModel(TrainedModel):
     def score(self, batch: Batch, needs: Iterable[str]) -> dict[str, np.ndarray]:
         """{"rewards": f32[B, T]} on the trained tokens, 0 elsewhere. Raises: ValueError for another need."""
         needs = set(needs)
-        if unknown := sorted(needs - {"rewards"}):
+        if unknown := sorted(needs - {self.gives}):
             raise ValueError(
-                f"the algorithm needs {', '.join(unknown)}; a reward model gives rewards"
+                f"the algorithm needs {', '.join(unknown)}; a reward model gives {self.gives}"
             )
-        return {"rewards": self._scorer(self.params, batch)} if needs else {}
+        return {self.gives: self.scorer(self.params, batch)} if needs else {}
 
     def step(self, batch: Batch, version: int = 0) -> dict[str, Metric]:
         """One optimizer step. Raises: as Learner.step."""
@@ -91,12 +91,9 @@ def make_reward_step(
     """step(state, batch) -> (next state, {"sums": (sum, count) by name})."""
 
     def loss(params: Params, micro: DeviceBatch):
-        rewards, mask = forward.score(params, micro), micro["target_mask"]
-        token_loss, sums = algorithm.token_loss(
-            loss_inputs(micro, rewards, jnp.zeros_like(rewards))
-        )
-        weighted = jnp.where(mask, micro["loss_weights"] * token_loss, 0.0)
-        return weighted.sum(), (sums, jax.lax.stop_gradient(rewards))
+        rewards = forward.score(params, micro)
+        total, sums = weighted_loss(algorithm, micro, rewards, jnp.zeros_like(rewards))
+        return total, (sums, jax.lax.stop_gradient(rewards))
 
     def step(state: TrainState, batch: DeviceBatch):
         out = accumulate(loss, forward.cast(state.params), batch)

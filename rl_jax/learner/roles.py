@@ -7,7 +7,7 @@ leaf names and `critic/...`; frozen policies are not in it: they come from a che
 Must not: choose where a role lies or what it starts from (build_roles.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from rl_jax.learner.packing import Balance
 from rl_jax.learner.reward_model import RewardModel
 from rl_jax.learner.scorer import FrozenPolicy, Remembered
 from rl_jax.learner.step import TrainState
+from rl_jax.lowering import Program
 from rl_jax.metrics import Metric
 from rl_jax.models.model import Params
 
@@ -61,6 +62,12 @@ class Roles:
         self.policy.load(replace(state, critic=None))
         if self.critic is not None and state.critic is not None:
             self.critic.load(state.critic)
+
+    def lower(self, batch: Batch) -> Iterator[Program]:
+        """The programs of all that learns, from shapes alone; of batches with the extras of this one."""
+        if self.critic is not None:
+            yield from self.critic.lower(batch)
+        yield from self.policy.lower(batch)
 
     def score(self, batch: Batch, needs: Iterable[str]) -> dict[str, np.ndarray]:
         """The extras an algorithm needs, f32[B, T] each, 0 where not trained. Raises: ValueError for one nobody has."""

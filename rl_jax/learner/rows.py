@@ -85,6 +85,16 @@ class Rows:
 
     def put(self, batch: Batch, version: int) -> dict[str, jax.Array]:
         """The batch on the mesh, as version `version` consumes it. Raises: ValueError if it does not fit."""
+        return jax.device_put(*self._cut(batch, version))
+
+    def abstract(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of what `put` makes of any batch with these extras."""
+        arrays, target = self._cut(batch, 0)
+        return {
+            n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=target[n]) for n, a in arrays.items()
+        }
+
+    def _cut(self, batch: Batch, version: int) -> tuple[Arrays, dict[str, NamedSharding]]:
         if batch.row_tokens != self.settings.row_tokens:
             raise ValueError(
                 f"the batch was packed into rows of {batch.row_tokens} tokens, the learner takes "
@@ -100,7 +110,7 @@ class Rows:
         target = {
             n: self.sharding if np.ndim(a) >= 3 else self.replicated for n, a in arrays.items()
         }
-        return jax.device_put(arrays, target)
+        return arrays, target
 
     def place(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Weights where the rules want them."""
@@ -108,11 +118,17 @@ class Rows:
 
     def cast(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
         """The same in the compute dtype: what a role that is not trained holds."""
-        cast = jax.jit(
+        return self._cast()(self.place(params))
+
+    def abstract_cast(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of what `cast` makes."""
+        return self._cast().lower(dict(self.model.abstract)).out_info
+
+    def _cast(self) -> Any:
+        return jax.jit(
             lambda p: jax.tree.map(jnp.copy, self.model.cast(p, self.model.settings.dtype)),
             out_shardings=self.param_shardings,
         )
-        return cast(self.place(params))
 
 
 def _split(rules: RulesLike, mesh: Mesh) -> Split | None:

@@ -8,6 +8,8 @@ learner's own mesh is scored by the very program that gives old_logprobs.
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +18,7 @@ from rl_jax.learner.batch import Batch
 from rl_jax.learner.microbatches import to_rows
 from rl_jax.learner.rows import Rows
 from rl_jax.learner.step import Forward, ValueForward, make_score
+from rl_jax.lowering import Program, lower
 from rl_jax.models.model import Params
 
 
@@ -29,6 +32,11 @@ class Scorer:
         """f32[B, T] of the trained tokens, 0 elsewhere: log-probs, or values of a ValueForward."""
         version = int(batch.versions.max(initial=0))
         return to_rows(batch, jax.device_get(self._run(params, self.rows.put(batch, version))))
+
+    def lower(self, name: str, params: Any, batch: Batch) -> Program:
+        """The program for params of these shapes and batches as this one. Raises: LoweringError."""
+        arrays = self.rows.abstract(replace(batch, extras={}))  # which scoring finds
+        return name, lower(name, self._run, params, arrays)
 
 
 class FrozenPolicy:

@@ -144,12 +144,28 @@ def policy_loss(forward: Forward, algorithm: Algorithm) -> Loss:
 
     def loss(params: Params, micro: DeviceBatch):
         logprobs, entropy = forward(params, micro)
-        token_loss, sums = algorithm.token_loss(loss_inputs(micro, logprobs, entropy))
-        weighted = jnp.where(micro["target_mask"], micro["loss_weights"] * token_loss, 0.0)
+        total, sums = weighted_loss(algorithm, micro, logprobs, entropy)
         sums = {**sums, "policy/entropy": masked_sum(entropy, micro["target_mask"])}
-        return weighted.sum(), (sums, jax.lax.stop_gradient(logprobs))
+        return total, (sums, jax.lax.stop_gradient(logprobs))
 
     return loss
+
+
+def weighted_loss(
+    algorithm: Algorithm, micro: DeviceBatch, logprobs: jax.Array, entropy: jax.Array
+) -> tuple[jax.Array, Sums]:
+    """(the algorithm's loss of a microbatch under loss_weights, its metrics).
+
+    Raises: ValueError, while tracing, for a loss that is not one of each token: broadcast, it would train something.
+    """
+    token_loss, sums = algorithm.token_loss(loss_inputs(micro, logprobs, entropy))
+    mask = micro["target_mask"]
+    if jnp.shape(token_loss) != mask.shape:
+        raise ValueError(
+            f"token_loss of {type(algorithm).__name__} has shape {jnp.shape(token_loss)}, its inputs {mask.shape}: it"
+            " must give the loss of each token, not reduced"
+        )
+    return jnp.where(mask, micro["loss_weights"] * token_loss, 0.0).sum(), sums
 
 
 def accumulate(loss: Loss, params: Params, batch: DeviceBatch) -> dict:

@@ -9,7 +9,8 @@ Must not: keep a reference to a donated state.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ from rl_jax.disk import naming
 from rl_jax.learner.batch import Batch
 from rl_jax.learner.optimizer import learning_rate, make_optimizer
 from rl_jax.learner.rows import Rows
+from rl_jax.learner.scorer import Scorer
 from rl_jax.learner.step import Figures, TrainState, Update
+from rl_jax.lowering import Program, lower
 from rl_jax.metrics import Metric
-from rl_jax.models.model import Params
+from rl_jax.models.model import Model, Params
+from rl_jax.models.value import ValueModel
 from rl_jax.settings import LearnerSettings
 
 LOG = logging.getLogger(__name__)
@@ -36,7 +40,9 @@ class NonFiniteError(RuntimeError):
 
 class TrainedModel:
     what, section = "policy", "learner"  # what it is, and where its settings stand
+    gives = "old_logprobs"  # the extra that its scorer computes
     figures = Figures()
+    scorer: Scorer  # for any weights of this model on this mesh
 
     def __init__(
         self,
@@ -64,7 +70,9 @@ class TrainedModel:
             donate_argnums=0,
             out_shardings=(self._state_shardings, rows.replicated),
         )
-        self._fresh_state = jax.jit(self._fresh, out_shardings=self._state_shardings)
+        self._fresh_state = jax.jit(
+            partial(fresh_state, self._optimizer), out_shardings=self._state_shardings
+        )
         self._copy = jax.jit(
             lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self._state_shardings
         )
@@ -102,12 +110,21 @@ class TrainedModel:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for a checkpoint to restore into."""
-        shapes = jax.eval_shape(self._fresh, dict(self.rows.model.abstract))
+        shapes = jax.eval_shape(
+            partial(fresh_state, self._optimizer), dict(self.rows.model.abstract)
+        )
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
             shapes,
             self._state_shardings,
         )
+
+    def lower(self, batch: Batch) -> Iterator[Program]:
+        """The programs of a step on batches with the extras of this one, from shapes alone. Raises: LoweringError."""
+        state, name = self.abstract_state(), f"{self.what} step"
+        if self.gives in batch.extras:
+            yield self.scorer.lower(f"{self.what}'s {self.gives}", state.params, batch)
+        yield name, lower(name, self._step, state, self.rows.abstract(batch))
 
     # --- work ----------------------------------------------------------------------------------------------------
 
@@ -125,16 +142,6 @@ class TrainedModel:
         return metrics, out
 
     # --- parts ---------------------------------------------------------------------------------------------------
-
-    def _fresh(self, params: Params) -> TrainState:
-        params = jax.tree.map(jnp.copy, params)  # the state is donated: it must own its arrays
-        return TrainState(
-            params=params,
-            opt_state=self._optimizer.init(params),
-            step=jnp.int32(0),
-            skipped=jnp.int32(0),
-            skipped_in_row=jnp.int32(0),
-        )
 
     def _shard_state(self) -> TrainState:
         """Moments lie as their weights do; everything else is replicated."""
@@ -178,3 +185,22 @@ class TrainedModel:
                 f"{message}; learner.max_skipped={self.settings.max_skipped} reached: lower "
                 f"{self.section}.learning_rate, or look at the batch and at mismatch metrics"
             )
+
+
+def fresh_state(optimizer: optax.GradientTransformation, params: Params) -> TrainState:
+    """The state before the first step on these weights."""
+    params = jax.tree.map(jnp.copy, params)  # the state is donated: it must own its arrays
+    return TrainState(
+        params=params,
+        opt_state=optimizer.init(params),
+        step=jnp.int32(0),
+        skipped=jnp.int32(0),
+        skipped_in_row=jnp.int32(0),
+    )
+
+
+def state_bytes(model: Model | ValueModel, settings: LearnerSettings) -> int:
+    """Of a model's whole TrainState, from shapes alone."""
+    optimizer = make_optimizer(settings, learning_rate(settings, settings.warmup_steps + 1))
+    state = jax.eval_shape(partial(fresh_state, optimizer), dict(model.abstract))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

@@ -8,7 +8,8 @@ import pytest
 from kernels.packed_attention import packed_attention_ref
 from rl_jax.engine import engine as engine_module
 from rl_jax.engine import programs
-from rl_jax.engine.chunks import Piece, fresh_chunk, is_fresh, pack
+from rl_jax.engine.chunks import Piece, fresh_chunk, is_fresh, pack, padding_chunk
+from rl_jax.lowering import LoweringError
 from rl_jax.types import FinishReason
 from tests.engine.conftest import SETTINGS
 
@@ -360,3 +361,30 @@ def test_fresh_padding_reaches_as_far_as_a_chunk_can(size, visible, length):
     chunk = fresh_chunk(size, 4, visible)
     assert is_fresh(chunk) and chunk.lengths.tolist() == [length, 0, 0, 0]
     assert chunk.position[chunk.segment == 0].tolist() == list(range(length))
+
+
+def test_programs_lowered_from_shapes_are_those_that_a_server_runs(engine, params, kit):
+    live = len(jax.live_arrays())
+    decode, prefill = dict(engine.lower()), dict(engine.lower(decode=False))
+    assert len(jax.live_arrays()) == live
+    assert {"test append", "test insert", "test arm", "test free", "test generate"} < {*decode}
+    assert {"test prefill", "test continuation"} < {*prefill}
+    state = engine.init_state()
+    assert decode["test generate"].as_text() == engine._generate.lower(params, state).as_text()
+    assert (
+        decode["test free"].as_text()
+        == engine._disarm.lower(state.slots, np.zeros(6, np.int32)).as_text()
+    )
+    chunk = padding_chunk(64, 4, 64)
+    arguments = (*engine._chunk_args(chunk), np.zeros(4, np.int32))
+    sizes = {"visible": 64, **engine._how(chunk)}
+    append = engine._extend_state.lower(params, state.kv, *arguments, **sizes)
+    assert decode["test append"].as_text() == append.as_text()
+    scratch = engine._extend_scratch.lower(params, engine._scratch(64), *arguments, **sizes)
+    assert prefill["test prefill"].as_text() == scratch.as_text()
+
+
+def test_model_that_does_not_divide_is_told_with_the_program(tiny, kit):
+    engine = kit.make_engine(tiny[0], axes={"tensor": 8}, devices=8)  # 4 query heads, 2 kv heads
+    with pytest.raises(LoweringError, match="^test weights cannot be traced: IndivisibleError: "):
+        list(engine.lower())

@@ -9,9 +9,10 @@ import optax
 import pytest
 
 from rl_jax.algorithms.grpo import Grpo
-from rl_jax.learner.batch import pack, with_advantages
+from rl_jax.learner.batch import empty_batch, pack, with_advantages
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.trained import NonFiniteError
+from rl_jax.lowering import LoweringError
 from rl_jax.mesh import TRAIN_RULES, make_mesh
 from rl_jax.models.attention import attention, causal_segment_mask
 from rl_jax.settings import AlgorithmSettings, LearnerSettings
@@ -348,6 +349,29 @@ def test_one_token_and_full_rows_train(learner):
     trained = sum(t.num_trained for t in groups[0].trajectories)
     assert metrics["batch/trained_tokens"].mean == trained
     assert metrics["policy/entropy"].count == trained and metrics["optim/skipped"].mean == 0.0
+
+
+def test_support_of_what_was_sampled_is_in_the_lowered_batch_too(learner):
+    batch = empty_batch(SETTINGS, ["old_logprobs"], support=5)
+    shapes = {name: x.shape for name, x in learner.rows.abstract(batch).items()}
+    assert shapes["support"] == (*shapes["old_logprobs"], 5) and 0 not in shapes["support"]
+
+
+class Reduced(Grpo):
+    def token_loss(self, x):
+        loss, sums = super().token_loss(x)
+        return loss.sum(axis=1, keepdims=True), sums
+
+
+def test_loss_that_is_not_one_of_each_token_is_refused_while_it_is_traced(model_and_params):
+    learner = Learner(
+        model_and_params[0], make_mesh({}, jax.devices()[:1]), TRAIN_RULES,
+        Reduced(AlgorithmSettings()), SETTINGS, max_rows=8, temperature=1.0, total_steps=1,
+    )  # fmt: skip
+    with pytest.raises(
+        LoweringError, match=r"^policy step cannot be traced: ValueError: token_loss of Reduced has"
+    ):
+        list(learner.lower(empty_batch(SETTINGS, ())))
 
 
 def test_a_batch_of_other_rows_is_refused(learner):

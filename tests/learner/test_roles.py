@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from rl_jax.algorithms.ppo import Ppo
-from rl_jax.learner.batch import pack, with_advantages
+from rl_jax.learner.batch import empty_batch, pack, with_advantages
 from rl_jax.learner.critic import Critic
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.roles import Roles
 from rl_jax.learner.rows import Rows
 from rl_jax.learner.scorer import FrozenPolicy, Scorer
-from rl_jax.learner.trained import NonFiniteError
+from rl_jax.learner.trained import NonFiniteError, state_bytes
 from rl_jax.mesh import TRAIN_RULES, make_mesh
 from rl_jax.models.decoder import build_model
 from rl_jax.models.value import value_model
@@ -70,6 +70,40 @@ def batch_for(roles, groups):
 
 def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+def test_programs_lowered_from_shapes_are_those_that_a_step_runs(roles):
+    live = len(jax.live_arrays())
+    lowered = dict(roles.lower(empty_batch(SETTINGS, roles.policy.algorithm.needs)))
+    assert len(jax.live_arrays()) == live
+    assert list(lowered) == ["critic's values", "critic step", "policy step"]
+    batch = batch_for(roles, groups_of())
+    arrays = roles.policy.rows.put(batch, 3)
+    bare = {name: x for name, x in arrays.items() if name not in batch.extras}
+    ran = {
+        "critic's values": roles.critic.scorer._run.lower(roles.critic.params, bare),
+        "critic step": roles.critic._step.lower(roles.critic.state, arrays),
+        "policy step": roles.policy._step.lower(roles.policy.state, arrays),
+    }
+    for name, program in lowered.items():
+        assert program.as_text() == ran[name].as_text(), name
+
+
+def test_bytes_of_a_state_are_counted_from_shapes(roles):
+    for role in (roles.policy, roles.critic):
+        held = sum(x.nbytes for x in jax.tree.leaves(role.state))
+        assert state_bytes(role.rows.model, SETTINGS) == held
+
+
+def test_frozen_policy_is_lowered_for_the_weights_it_holds(learner, model_and_params):
+    model = replace(
+        model_and_params[0], settings=replace(model_and_params[0].settings, dtype="bfloat16")
+    )
+    rows = Rows(model, ONE, TRAIN_RULES, SETTINGS, max_rows=8)
+    held = rows.cast(model_and_params[1])
+    for name, x in rows.abstract_cast().items():
+        assert (x.shape, x.dtype) == (held[name].shape, held[name].dtype) and x.dtype == "bfloat16"
+        assert x.sharding.is_equivalent_to(held[name].sharding, x.ndim)
 
 
 # --- frozen policies ---
