@@ -1,10 +1,12 @@
 """Writes that fail by name, and a full disk told from other failures.
 
 The interpreter names the file where an open fails and not where a write does; `naming` adds it. `disk_full` finds the
-full disk behind an error. Must not: retry, or delete anything.
+full disk behind an error; `existing` is where a path that is not there yet would lie.
+Must not: retry, or delete anything.
 """
 
 import errno
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,14 @@ def naming(path: Path | str) -> Generator[None, None, None]:
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
+
+
+def existing(path: Path | str) -> Path:
+    """The path, or the nearest of its parents that exists."""
+    path = Path(path).absolute()
+    return next(
+        p for p in (path, *path.parents) if os.path.exists(p)
+    )  # False too where we may not look
 
 
 def disk_full(error: BaseException | None) -> OSError | None:

@@ -19,8 +19,10 @@ from typing import Any
 from rl_jax import schema
 from rl_jax.settings import Settings
 
-CONFIG, LOCK, PLAN = "config.json", "LOCK", "plan.json"  # the plan is what a dry run leaves
+CONFIG, LOCK = "config.json", "LOCK"
+PLAN = "plan.json"  # a run's own, and all that a dry run may leave where there is no run yet
 CHECKPOINTS, LOGS = "checkpoints", "logs"
+RUNS = Path("runs")  # where a directory that nobody named goes
 
 # Keys that may change when a run is resumed: how long, how often, how patient, how many hands. All others decide what
 # is learned from what, so a directory with another value is another run's.
@@ -122,7 +124,7 @@ def checkpoint_steps(path: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def auto_path(settings: Settings, root: Path = Path("runs")) -> tuple[Path, str]:
+def auto_path(settings: Settings, root: Path = RUNS) -> tuple[Path, str]:
     """(runs/<tags>--<model>--<run id>, not there yet; the run id, a new one unless the settings name it)."""
     tags = "+".join(source.tag for source in settings.tasks.sources)
     model = f"{settings.model.family.rpartition(':')[2]}-{settings.model.num_layers}x{settings.model.embed_size}"

@@ -1,12 +1,13 @@
 """The run directory: one process holds it, and its files say what the run is and how it goes.
 
-Owns: LOCK, config.json, config.resolved.py, ENV.json, STATUS.json, events.jsonl, logs/attempt_k and its link
+Owns: LOCK, config.json, config.resolved.py, plan.json, ENV.json, STATUS.json, events.jsonl, logs/attempt_k and its link
 logs/latest; the names of what others write (metrics.jsonl, ledger.jsonl, rollouts/, checkpoints/, summary.json).
 Invariants: one process at a time holds a directory (a lock of the operating system, so a dead one never blocks);
 nothing is written before every check has passed; config.json comes first and by one rename, so a directory is either
 empty or says whose it is; small files are replaced, never overwritten in place.
-Life: 1 resume.decide refuses or says what will happen. 2 `RunDir.open` locks, decides again, sets aside what a start
-without a checkpoint would confuse, and writes. 3 `status`, `event` while it runs. 4 `close`.
+Life: 1 resume.decide refuses or says what will happen, check_usable looks whether it could. 2 `RunDir.open` locks,
+decides again, sets aside what a start without a checkpoint would confuse, and writes. 3 `status`, `event` while it
+runs. 4 `close`.
 Must not: read a checkpoint, or stop a run because a line of events or status was lost (counted in num_lost).
 """
 
@@ -27,12 +28,13 @@ from typing import Any, TextIO
 
 from rl_jax import schema
 from rl_jax.console import FirstOfAKind, WithCount
-from rl_jax.disk import disk_full, naming
+from rl_jax.disk import disk_full, existing, naming
 from rl_jax.resume import (
     CHECKPOINTS,
     CONFIG,
     LOCK,
     LOGS,
+    RUNS,
     Decision,
     RunDirError,
     auto_path,
@@ -47,6 +49,8 @@ LOG = logging.getLogger(__name__)
 STATUS, ENV, EVENTS = "STATUS.json", "ENV.json", "events.jsonl"
 LEDGER, METRICS, SUMMARY = "ledger.jsonl", "metrics.jsonl", "summary.json"
 ROLLOUTS, QUARANTINE = "rollouts", "quarantine"
+
+GLANCE_S = 0.05  # longer than check_usable of another process holds a lock
 
 # Written by an attempt that left no checkpoint: a fresh start moves them to quarantine/, lest a reader mixes the two.
 ATTEMPT_FILES = (EVENTS, LEDGER, METRICS, SUMMARY, ROLLOUTS)
@@ -219,21 +223,53 @@ def _overwrite(path: Path, text: str) -> None:
         file.truncate()
 
 
+def check_usable(path: Path | str, *, is_held: bool = True) -> None:
+    """Whether `RunDir.open` could write here now; writes nothing. path: "" = where auto_path leads.
+
+    is_held: whether the directory will be locked. Raises RunDirError: another process holds it, or it is not writable.
+    """
+    path = Path(path) if str(path) else RUNS
+    there = existing(path)
+    if not there.is_dir():
+        raise RunDirError(f"cannot write the run directory {path}: {there} is no directory")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RunDirError(f"cannot write the run directory {path}: {there} is not writable")
+    if not is_held or not (path / LOCK).exists():
+        return
+    try:
+        with open(path / LOCK, encoding="utf-8") as lock:
+            _flock(path, lock, fcntl.LOCK_SH)
+    except OSError as error:
+        raise RunDirError(f"cannot write the run directory {path}: {error}") from error
+
+
 def _take_lock(path: Path) -> TextIO:
     lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
+        _flock(path, lock, fcntl.LOCK_EX)
+    except BaseException:
         lock.close()
-        raise RunDirError(
-            f"{path} is in use by {holder}; wait for it, stop it, or use another --run_dir"
-        ) from None
+        raise
     lock.truncate(0)
     lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
     return lock
+
+
+def _flock(path: Path, lock: TextIO, kind: int) -> None:
+    """Raises RunDirError if another process holds the directory."""
+    try:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(GLANCE_S)
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        raise RunDirError(
+            f"{path} is in use by {holder}; wait for it, stop it, or use another --run_dir"
+        ) from None
 
 
 def _prepare(decision: Decision, settings: Settings, files: Mapping[str, str]) -> None:

@@ -1,15 +1,17 @@
 """run_dir.py and resume.py: one process holds a directory, and no half-made one ever confuses a resume."""
 
+import fcntl
 import json
 import logging
 import os
+import threading
 from dataclasses import replace
 
 import pytest
 
 from rl_jax.console import FirstOfAKind, WithCount
 from rl_jax.resume import auto_path, decide, encode
-from rl_jax.run_dir import RunDir, RunDirError
+from rl_jax.run_dir import RunDir, RunDirError, check_usable
 from rl_jax.settings import EvalSettings, LearnerSettings, Settings
 
 SETTINGS = Settings()
@@ -52,6 +54,26 @@ def test_second_process_is_refused_by_the_pid_of_the_first(tmp_path):
         RunDir.open(tmp_path / "r", SETTINGS)
     run.close()
     assert opened(tmp_path / "r").attempt == 1
+
+
+def test_looking_whether_a_directory_is_free_writes_nothing_and_holds_nothing(tmp_path):
+    check_usable(tmp_path / "new" / "r")
+    assert snapshot(tmp_path) == []
+    run = RunDir.open(tmp_path / "r", SETTINGS)
+    with pytest.raises(RunDirError, match=f"in use by pid {os.getpid()} on "):
+        check_usable(tmp_path / "r")
+    check_usable(tmp_path / "r", is_held=False)
+    run.close()
+    check_usable(tmp_path / "r")
+    assert opened(tmp_path / "r").attempt == 1
+
+
+def test_a_glance_of_another_process_does_not_refuse_a_start(tmp_path):
+    opened(tmp_path / "r")
+    with open(tmp_path / "r" / "LOCK", encoding="utf-8") as glance:
+        fcntl.flock(glance, fcntl.LOCK_SH)
+        threading.Timer(0.01, fcntl.flock, (glance, fcntl.LOCK_UN)).start()
+        assert opened(tmp_path / "r").attempt == 1
 
 
 def test_auto_starts_fresh_without_checkpoint_and_sets_the_old_records_aside(tmp_path):
