@@ -81,6 +81,16 @@ def use_platform(platform: str) -> None:
             )
 
 
+def only_simulate(num_devices: int) -> None:
+    """Simulated CPU devices and no other backend, whatever the machine has and JAX_PLATFORMS names: for shapes alone.
+
+    Where JAX was imported before it keeps its other backends. Raises: BackendError as simulate_cpu_devices.
+    """
+    simulate_cpu_devices(num_devices)
+    if "jax" not in sys.modules:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
 def simulate_cpu_devices(num_devices: int) -> None:
     """Make the CPU backend show at least `num_devices` devices; other backends are not touched.
 

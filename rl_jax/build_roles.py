@@ -12,27 +12,30 @@ Must not: decide what an algorithm needs (options.py), or check a path that conf
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from rl_jax.algorithms.options import entry_of, learns_from_rows
 from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.disk import naming
+from rl_jax.learner.batch import Batch
 from rl_jax.learner.critic import Critic
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.reward_model import RewardModel
 from rl_jax.learner.roles import Roles
 from rl_jax.learner.rows import Rows
 from rl_jax.learner.scorer import FrozenPolicy, Scorer
+from rl_jax.lowering import Program, tracing
 from rl_jax.mesh import Meshes, MeshPlan
 from rl_jax.models import MODELS
 from rl_jax.models.value import value_model
 from rl_jax.resume import step_of
 from rl_jax.role_source import NEEDED_ROLE, RoleSource, find_source
-from rl_jax.settings import Settings
+from rl_jax.settings import ModelSettings, Settings
 
 TRAINING = ("train", "train_only")  # modes in which a role computes anything
 REFERENCE, PINS = "reference", "roles.json"
@@ -48,17 +51,36 @@ class Setting:
     run: Path  # the run directory
     resolve: Callable[[str, Mapping[str, Any]], Any]
     note: Callable[[str], None]
-    max_rows: int  # most rows of a step's batch: one trajectory a row
-    temperature: float  # at which log-probs are taken
+    mode: str
+
+    @property
+    def reads(self) -> bool:
+        """Whether it trains on rows of data, and samples nothing."""
+        settings = self.settings
+        return self.mode == "train" and learns_from_rows(settings.algorithm, settings.data)
+
+    @property
+    def max_rows(self) -> int:
+        """Most packed rows of a step's batch: one a trajectory."""
+        s = self.settings
+        if self.reads:
+            return s.data.batch_rows * (1 if entry_of(s.algorithm).rows == "chat" else 2)
+        return s.rollout.batch_groups * s.rollout.group_size
+
+    @property
+    def temperature(self) -> float:
+        """At which log-probs are taken."""
+        # 0 is legal in --mode=eval, and not read
+        return 1.0 if self.reads else self.settings.rollout.temperature or 1.0
 
     def owns(self, source: Path | None) -> bool:
         """Whether the run goes on from its own checkpoint."""
         return source is not None and source.parent.parent.absolute() == self.run.absolute()
 
 
-def make_roles(job: Setting, policy: Learner | RewardModel, mode: str) -> Roles:
+def make_roles(job: Setting, policy: Learner | RewardModel) -> Roles:
     """The policy, and its critic where the algorithm needs one; without weights."""
-    if mode not in TRAINING or "values" not in policy.algorithm.needs:
+    if job.mode not in TRAINING or "values" not in policy.algorithm.needs:
         return Roles(policy)
     settings, c = job.settings, job.settings.critic
     build = job.resolve(settings.model.family, MODELS)
@@ -83,16 +105,16 @@ def make_roles(job: Setting, policy: Learner | RewardModel, mode: str) -> Roles:
     return Roles(policy, critic, c.head_start)
 
 
-def open_roles(job: Setting, roles: Roles, mode: str, source: Path | None) -> None:
+def open_roles(job: Setting, roles: Roles, source: Path | None) -> None:
     """Everything but the policy gets its weights. source: the checkpoint the run goes on from; None = a fresh start.
 
     Raises: CheckpointError where what a role started from is gone or changed.
     """
     needed = {NEEDED_ROLE[need]: need for need in roles.policy.algorithm.needs}
-    keeps = REFERENCE in needed and not job.settings.reference.checkpoint and mode != "eval"
+    keeps = REFERENCE in needed and not job.settings.reference.checkpoint and job.mode != "eval"
     if keeps:
         _keep_reference(job, roles.policy, source)
-    if mode not in TRAINING:
+    if job.mode not in TRAINING:
         return
     if roles.critic is not None and not roles.critic.has_weights:
         roles.critic.start(roles.policy.params)
@@ -108,19 +130,42 @@ def open_roles(job: Setting, roles: Roles, mode: str, source: Path | None) -> No
         roles.frozen[needed[where]] = _frozen(job, roles.policy, where, found)
 
 
+def lower_frozen(job: Setting, policy: Learner, batch: Batch) -> Iterator[Program]:
+    """The program of each role that scores and is not trained, from shapes alone, whatever checkpoint it will have.
+
+    Raises: LoweringError.
+    """
+    needed = {NEEDED_ROLE[need]: need for need in policy.algorithm.needs}
+    for where in (REFERENCE, "teacher"):
+        if where not in needed:
+            continue
+        path, model = getattr(job.settings, where).checkpoint, job.settings.model
+        name = needed[where]
+        with tracing(name):
+            scorer = _scorer(
+                job, policy, where, find_source(where, path, model).model if path else model
+            )
+        yield scorer.lower(name, scorer.rows.abstract_cast(), batch)
+
+
+def _scorer(job: Setting, policy: Learner, where: str, settings: ModelSettings) -> Scorer:
+    """Of a role's model on its mesh: the learner's own program where model and mesh are the learner's."""
+    pool, same_model = getattr(job.settings, where).pool, settings == job.settings.model
+    if not pool and same_model:
+        return policy.scorer
+    model = policy.model
+    if not same_model:
+        size = settings.vocab_size or model.vocab_size
+        model = job.resolve(settings.family, MODELS)(settings, size)
+    rules, mesh = job.plan.role(pool, settings).rules, job.meshes.roles[pool]
+    rows = Rows(model, mesh, rules, job.settings.learner, max_rows=job.max_rows)
+    return Scorer(rows, rows.log_probs(job.temperature))
+
+
 def _frozen(job: Setting, policy: Learner, where: str, source: RoleSource) -> FrozenPolicy:
-    """The role's weights on its mesh, under the learner's own program where model and mesh are the learner's."""
+    """The role's weights on its mesh."""
     settings, pool = job.settings, getattr(job.settings, where).pool
-    same_model = source.model == settings.model
-    scorer = policy.scorer
-    if pool or not same_model:
-        model = policy.model
-        if not same_model:
-            size = source.model.vocab_size or model.vocab_size
-            model = job.resolve(source.model.family, MODELS)(source.model, size)
-        rules = job.plan.role(pool, source.model).rules
-        rows = Rows(model, job.meshes.roles[pool], rules, settings.learner, max_rows=job.max_rows)
-        scorer = Scorer(rows, rows.log_probs(job.temperature))
+    scorer = _scorer(job, policy, where, source.model)
     rows = scorer.rows
     weights = {
         name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows.param_shardings[name])

@@ -45,7 +45,8 @@ USAGE = f"""usage: python -m rl_jax.launch [--config=FILE.py[:arg]] [--config.a.
   --mode       train; eval: only evaluate; rollout_only: sample and save episodes; train_only: train on saved ones
   --run_dir    where everything of the run goes (default: a new directory under runs/)
   --resume     auto: go on from the last checkpoint if there is one; never; strict: it must be there; STEP; PATH: fork
-  --dry_run    check the config, print the mesh plan, play one scripted episode of each task source, train nothing"""
+  --dry_run    check everything: the plan, the disk, an episode and the first prompts of each task source, and that each
+               program can be traced, on simulated devices; train nothing"""
 
 FLAGS = ("config", "mesh", "mode", "run_dir", "resume", "progress", "dry_run", "help")
 

@@ -14,6 +14,7 @@ import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,18 +30,19 @@ from rl_jax.data.corpus import Corpus
 from rl_jax.data.stream import ExampleStream
 from rl_jax.disk import disk_full
 from rl_jax.driver import Driver, Parts
+from rl_jax.dry_run import dry_run, write_plan
 from rl_jax.learner.flops import peak_flops
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.roles import Roles
 from rl_jax.ledger import Ledger
-from rl_jax.mesh import Meshes, MeshPlan, build_meshes
+from rl_jax.mesh import MeshPlan, build_meshes
 from rl_jax.metrics import Metric, MetricsWriter
-from rl_jax.models import MODELS
 from rl_jax.models.model import Model
-from rl_jax.preflight import Resolve, load_names, prepare_tasks, present_devices
+from rl_jax.plan_record import check_disk, plan_record
+from rl_jax.preflight import Resolve, build_model, load_names, prepare_tasks, present_devices
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
-from rl_jax.resume import checkpoint_steps
+from rl_jax.resume import PLAN, RUNS, checkpoint_steps, encode
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.buffer import SampleBuffer
 from rl_jax.rollout.rollout import Rollout
@@ -48,15 +50,14 @@ from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.tasks import TaskStream
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.run_dir import RunDir
-from rl_jax.settings import AlgorithmSettings, Settings
+from rl_jax.settings import Settings
 from rl_jax.signals import Preempted, on_sigterm, stop_at_once
-from rl_jax.start import make_learner, saved_batches, saved_steps, starting_point
+from rl_jax.start import make_learner, make_warm_learner, saved_batches, saved_steps, starting_point
 from rl_jax.supervised import (
     make_trained,
     play_rows,
     read_rows,
     remember_reference,
-    rows_of_step,
     with_steps,
 )
 from rl_jax.tokens import ChatRenderer
@@ -78,7 +79,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
     with on_sigterm(stop_at_once) as sigterm, contextlib.ExitStack() as stack:
         if pool is not None:
             stack.callback(lambda: run_blocking(pool.close()))
-        meshes = None if options.dry_run else build_meshes(plan, present_devices(plan))
+        meshes = build_meshes(plan, present_devices(plan, "cpu" if options.dry_run else None))
         renderer = load_names(settings, plan, resolve, options.mode)
         if pool is not None:
             with progress.phase("environments", "importing them in their worker processes"):
@@ -90,10 +91,27 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             corpus = read_rows(settings, renderer)
             settings = with_steps(settings, corpus)
             progress.total_steps = settings.steps
-        if meshes is None:
-            parsed = replace(parsed, settings=settings)
-            return report.dry_run(parsed, plan, renderer, pool, resolve, corpus)
-        files = {"config.resolved.py": resolved_python(settings)}
+        setting = Setting(
+            settings,
+            plan,
+            meshes,
+            Path(options.run_dir or RUNS),
+            resolve,
+            progress.note,
+            options.mode,
+        )
+        model = build_model(settings, resolve, renderer.tokenizer.vocab_size)
+        record = plan_record(setting, model, pool, corpus)
+        if options.dry_run:
+            dry_run(setting, model, record, renderer, pool, progress)
+            if options.run_dir:
+                write_plan(setting, record)
+            return 0
+        check_disk(record)
+        files = {
+            "config.resolved.py": resolved_python(settings),
+            PLAN: encode(record, indent=1) + "\n",
+        }
         run_dir = RunDir.open(options.run_dir, settings, options.resume, files)
         stack.callback(run_dir.close)
         stack.push(lambda kind, error, trace: _raise_if_disk_full(error, run_dir))
@@ -108,13 +126,14 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
                 f"no checkpoint here: from step 0 again; older records are in {run_dir.path}/quarantine"
             )
         sigterm.check()
+        settings = replace(settings, run_id=run_dir.run_id)
         job = Job(
-            replace(settings, run_id=run_dir.run_id),
-            plan, meshes, run_dir, progress, renderer, pool, resolve, stack, sigterm.check, corpus,
+            replace(setting, settings=settings, run=run_dir.path),
+            model, run_dir, progress, renderer, pool, stack, sigterm.check, corpus,
         )  # fmt: skip
         run_dir.status("running", mode=options.mode)
         try:
-            _run_mode(job, options.mode)
+            _run_mode(job)
         except BaseException as error:
             state = next((s for kind, s in END_STATES if isinstance(error, kind)), "failed")
             run_dir.status(state, error=f"{type(error).__name__}: {error}".removesuffix(": "))
@@ -154,43 +173,42 @@ def _raise_if_disk_full(error: BaseException | None, run_dir: RunDir) -> None:
 class Job:
     """What every step of building needs."""
 
-    settings: Settings
-    plan: MeshPlan
-    meshes: Meshes  # of the plan, built once: arrays of two parts meet on the same ones
+    setting: Setting
+    model: Model
     run_dir: RunDir
     progress: Progress
     renderer: ChatRenderer
     pool: EnvPool | None
-    resolve: Resolve
     stack: contextlib.ExitStack  # closes what was opened, in reverse
     check_stop: Callable[[], None]  # raises Preempted if SIGTERM came and its exception was lost
     corpus: Corpus | None = None  # of data.path, where the run is supervised
 
+    @property
+    def settings(self) -> Settings:
+        return self.setting.settings
 
-def _run_mode(job: Job, mode: str) -> None:
-    settings = job.settings
+
+def _run_mode(job: Job) -> None:
+    setting, settings, model = job.setting, job.settings, job.model
+    mode, decision = setting.mode, job.run_dir.decision
     checkpointer = Checkpointer(
         job.run_dir.path, settings.checkpoint, keep_oldest=mode == "rollout_only"
     )
     job.stack.callback(checkpointer.finish)
     recorder = _recorder(job)
-    model = job.resolve(settings.model.family, MODELS)(
-        settings.model, settings.model.vocab_size or job.renderer.tokenizer.vocab_size
-    )
-    algorithm = job.resolve(settings.algorithm.name, ALGORITHMS)(settings.algorithm)
-    setting, decision = _setting(job, mode), job.run_dir.decision
-    if mode == "train" and learns_from_rows(settings.algorithm, settings.data):
-        return _fit(job, setting, model, algorithm, checkpointer, recorder)
+    algorithm = setting.resolve(settings.algorithm.name, ALGORITHMS)(settings.algorithm)
+    if setting.reads:
+        return _fit(job, algorithm, checkpointer, recorder)
     learner = make_learner(setting, model, algorithm)
-    roles = make_roles(setting, learner, mode)
-    state, extra, source = starting_point(setting, decision, checkpointer, roles, mode)
+    roles = make_roles(setting, learner)
+    state, extra, source = starting_point(setting, decision, checkpointer, roles)
     if mode == "train_only":
-        open_roles(setting, roles, mode, source)
+        open_roles(setting, roles, source)
         parts = Parts(roles, None, None, None, None, algorithm, checkpointer, recorder, {})
         driver = Driver(parts, settings, state)
         driver.replay(saved_batches(settings, after=state.version))
     else:
-        cluster = InProcCluster(job.plan, job.meshes, model, settings)
+        cluster = InProcCluster(setting.plan, setting.meshes, model, settings)
         job.stack.callback(cluster.close)
         _import_before_threads()
         cluster.start()  # they compile from now on, beside all that follows
@@ -202,8 +220,8 @@ def _run_mode(job: Job, mode: str) -> None:
             )
         is_fresh = decision.resume_from is None
         if mode == "train" and is_fresh and settings.warm_start.steps:
-            _warm_start(job, cluster, model, learner, parts)
-        open_roles(setting, roles, mode, source)
+            _warm_start(job, cluster, learner, parts)
+        open_roles(setting, roles, source)
         _settle(job, cluster)
         job.check_stop()
         if mode == "train":
@@ -226,16 +244,9 @@ def _import_before_threads() -> None:
         importlib.import_module(name)
 
 
-def _fit(
-    job: Job,
-    setting: Setting,
-    model: Model,
-    algorithm: Any,
-    checkpointer: Checkpointer,
-    recorder: Recorder,
-) -> None:
+def _fit(job: Job, algorithm: Any, checkpointer: Checkpointer, recorder: Recorder) -> None:
     """A supervised run: a learner and a stream of rows; no servers."""
-    settings, progress = job.settings, job.progress
+    setting, settings, progress = job.setting, job.settings, job.progress
     corpus = job.corpus
     if corpus is None:
         assert job.pool is not None
@@ -243,12 +254,9 @@ def _fit(
             corpus = play_rows(settings, job.pool, job.renderer)
     progress.note(corpus.describe())
     job.run_dir.event("data", digest=corpus.digest, **corpus.counts)
-    build = job.resolve(settings.model.family, MODELS)
-    roles = make_roles(setting, make_trained(setting, build, model, algorithm), "train")
-    state, extra, source = starting_point(
-        setting, job.run_dir.decision, checkpointer, roles, "train"
-    )
-    open_roles(setting, roles, "train", source)
+    roles = make_roles(setting, make_trained(setting, job.model, algorithm))
+    state, extra, source = starting_point(setting, job.run_dir.decision, checkpointer, roles)
+    open_roles(setting, roles, source)
     if roles.frozen:
         with progress.phase("reference", "the log-probs of every row, once"):
             remember_reference(roles, corpus, settings)
@@ -270,18 +278,6 @@ def _fit(
 
 
 # --- the parts ---
-
-
-def _setting(job: Job, mode: str) -> Setting:
-    settings = job.settings
-    num_rows = settings.rollout.batch_groups * settings.rollout.group_size
-    temperature = settings.rollout.temperature or 1.0  # 0 is legal in --mode=eval, and not read
-    if mode == "train" and learns_from_rows(settings.algorithm, settings.data):
-        num_rows, temperature = rows_of_step(settings), 1.0
-    return Setting(
-        settings, job.plan, job.meshes, job.run_dir.path, job.resolve, job.progress.note,
-        num_rows, temperature,
-    )  # fmt: skip
 
 
 def _live_parts(
@@ -315,7 +311,7 @@ def _live_parts(
     buffer = SampleBuffer(settings.rollout, ledger, tags)
     rollout = Rollout(
         cluster.router, stream, pool, job.renderer, buffer, ledger,
-        job.resolve(settings.rollout.scheduler, SCHEDULERS)(), settings.rollout,
+        job.setting.resolve(settings.rollout.scheduler, SCHEDULERS)(), settings.rollout,
         run_id=settings.run_id, seed=settings.seed, context=settings.engine.context,
         turn_deadline_s=settings.serve.turn_deadline_s,
         stop_deadline_s=settings.serve.stop_deadline_s,
@@ -370,13 +366,11 @@ def _recorder(job: Job) -> Recorder:
     job.stack.callback(writer.close)
     return Recorder(
         job.run_dir, writer, job.progress, job.settings.metrics, job.renderer.tokenizer.decode,
-        peak_flops(job.meshes.train),
+        peak_flops(job.setting.meshes.train),
     )  # fmt: skip
 
 
-def _warm_start(
-    job: Job, cluster: InProcCluster, model: Model, learner: Learner, parts: Parts
-) -> None:
+def _warm_start(job: Job, cluster: InProcCluster, learner: Learner, parts: Parts) -> None:
     """Supervised steps on scripted episodes; leaves version 0 in `learner`, with a fresh optimizer."""
     settings, pool, cfg, recorder = job.settings, job.pool, job.settings.warm_start, parts.recorder
     assert pool is not None
@@ -386,12 +380,7 @@ def _warm_start(
             if source.script_episodes:
                 tasks = pool.list_tasks(source.tag, "train")
                 groups += parts.rollout.scripted(tasks, source.script_episodes, source.script_skill)
-    sft = job.resolve("sft", ALGORITHMS)(AlgorithmSettings(name="sft"))
-    teacher = make_learner(
-        _setting(job, "train"), model, sft,
-        total_steps=cfg.steps, max_rows=cfg.batch_episodes,
-        learning_rate=cfg.learning_rate, schedule="cosine", warmup_steps=min(5, cfg.steps - 1),
-    )  # fmt: skip
+    teacher = make_warm_learner(job.setting, job.model)
     teacher.reset(learner.params)
     done = "compiling"
 

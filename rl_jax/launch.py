@@ -1,9 +1,10 @@
 """`python -m rl_jax.launch`: flags -> settings -> checks -> the parts, wired -> Driver.run().
 
 Owns: the exit codes, and the turning of names into objects (nothing else resolves a table, nothing imports this
-file). Life: 1 config.parse reads and checks everything without jax; a bad word is told in under a second. 2 The
-environments are imported once in a worker process and their tasks read. 3 The run directory is opened, jax is
-imported, the plan is built. 4 The mode runs. 5 Whatever ends it becomes one line and an exit code.
+file). Life: 1 config.parse reads and checks everything without jax; a bad word, or a run directory that cannot be used,
+is told in under a second. 2 The environments are imported once in a worker process and their tasks read, beside the
+import of jax. 3 The plan is built, the run directory opened. 4 The mode runs. 5 Whatever ends it becomes one line and
+an exit code.
 Must not: hold a rule of its own about values (validate.py) or about order (driver.py).
 """
 
@@ -22,6 +23,7 @@ from rl_jax.console import say
 from rl_jax.mesh import MeshPlan
 from rl_jax.progress import Progress
 from rl_jax.rollout.worker import EnvPool
+from rl_jax.run_dir import check_usable
 from rl_jax.settings import MeshSettings, ModelSettings
 from rl_jax.signals import Preempted, on_sigterm, stop_at_once
 
@@ -42,9 +44,11 @@ def _main(argv: Sequence[str]) -> int:
     try:
         parsed = config.parse(argv)
         settings, options = parsed.settings, parsed.options
-        if options.run_dir and not options.dry_run:
+        if options.run_dir:
             resume.decide(Path(options.run_dir), settings, options.resume)
-        _set_backend(settings.mesh, settings.model)
+        if options.run_dir or not options.dry_run:
+            check_usable(options.run_dir, is_held=not options.dry_run)
+        _set_backend(settings.mesh, settings.model, options.dry_run)
     except (config.ConfigError, resume.RunDirError, backend.BackendError) as error:
         return _tell(error, EXIT_CONFIG)
     progress = Progress(settings.steps, settings.metrics.progress, settings.metrics.heartbeat_s)
@@ -69,13 +73,16 @@ def _main(argv: Sequence[str]) -> int:
         progress.close()
 
 
-def _set_backend(mesh: MeshSettings, model: ModelSettings) -> None:
-    """Tell JAX, before its import, which backend and how many simulated devices. Raises BackendError."""
+def _set_backend(mesh: MeshSettings, model: ModelSettings, dry_run: bool = False) -> None:
+    """Tell JAX, before its import, which backend and how many simulated devices: in a dry run as many as the plan
+    needs, whatever the machine has. Raises BackendError."""
     plan = MeshPlan.from_settings(mesh, model)
     backend.avoid_broken_fusions()
     if mesh.platform == "cpu" or all(pool.hardware == "cpu" for pool in plan.pools):
         backend.simulate_cpu_devices(plan.num_devices)  # on an accelerator this changes nothing
     backend.use_platform(mesh.platform)
+    if dry_run:
+        backend.only_simulate(plan.num_devices)
     backend.enable_compile_cache()
 
 

@@ -6,6 +6,7 @@ Each finding is one line of a ConfigError.
 Must not: write anything, or start what is not ended when the check returns.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.config import ConfigError
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
+from rl_jax.models.model import Model
 from rl_jax.role_source import NEEDED_ROLE, find_source, vocabulary_error
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.episode import Episode, EpisodeRules
@@ -25,14 +27,20 @@ from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
 from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.settings import Settings, TaskSource
 from rl_jax.tokens import TOKENIZERS, ChatRenderer, encodable
+from rl_jax.types import Message, Task
+
+NUM_PROMPTS, NUM_LONGEST = (
+    64,
+    16,
+)  # of a split: first prompts counted all over it, and of the longest tasks
 
 Resolve = Callable[[str, Mapping[str, Any]], Any]  # (name, literal table) -> the object
 
 
-def present_devices(plan: MeshPlan) -> list[Any]:
-    """jax.devices(), if the plan fits them. Raises ConfigError."""
+def present_devices(plan: MeshPlan, platform: str | None = None) -> list[Any]:
+    """jax.devices(platform), if the plan fits them. Raises ConfigError."""
     try:
-        devices = jax.devices()
+        devices = jax.devices(platform)
     except (
         RuntimeError
     ) as error:  # the boundary to JAX: the backend that was asked for is not there
@@ -129,6 +137,15 @@ def prepare_tasks(settings: Settings, pool: EnvPool, mode: str) -> None:
         raise ConfigError(errors)
 
 
+def build_model(settings: Settings, resolve: Resolve, vocab_size: int) -> Model:
+    """The model's shapes and functions. vocab_size: the tokenizer's. Raises ConfigError."""
+    build = resolve(settings.model.family, MODELS)
+    try:
+        return build(settings.model, settings.model.vocab_size or vocab_size)
+    except ValueError as error:
+        raise ConfigError([f"model.family={settings.model.family}: {error}"]) from error
+
+
 @dataclass(frozen=True)
 class RoundTrip:
     """What of a source was rendered, tokenized and read back."""
@@ -139,13 +156,32 @@ class RoundTrip:
     num_sampled: int  # of them, what the policy would have sampled
 
 
-def round_trips(settings: Settings, pool: EnvPool, renderer: ChatRenderer) -> dict[str, RoundTrip]:
-    """By tag: one scripted episode, or the first observation of an environment without a script. Ends the pool.
+@dataclass(frozen=True)
+class LongestPrompt:
+    """Of the first prompts (task messages and first observation) that were counted of a split."""
+
+    split: str
+    num_tasks: int
+    num_counted: int
+    task_id: str
+    num_tokens: int
+    limit: int  # what engine.context leaves beside a turn of rollout.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Played:
+    trip: RoundTrip
+    prompts: tuple[LongestPrompt, ...]
+
+
+def play(settings: Settings, pool: EnvPool, renderer: ChatRenderer) -> dict[str, Played]:
+    """By tag: one scripted episode, or the first observation of an environment without a script, there and back; and
+    the longest first prompt of each split. Ends the pool.
 
     Raises ConfigError for an episode that cannot be played, or whose tokens do not decode to what was said.
     """
 
-    async def run() -> dict[str, RoundTrip]:
+    async def run() -> dict[str, Played]:
         try:
             await pool.start()
             trip = _Trip(settings, pool, renderer)
@@ -156,24 +192,56 @@ def round_trips(settings: Settings, pool: EnvPool, renderer: ChatRenderer) -> di
     return run_blocking(run())
 
 
+def check_prompts(settings: Settings, played: Mapping[str, Played]) -> None:
+    """Raises ConfigError naming the longest prompt of each split that has one over the limit."""
+    errors = [
+        f"tag {tag}: the first prompt of task {p.task_id} has {p.num_tokens} tokens, above the {p.limit} that"
+        f" engine.context={settings.engine.context} leaves beside rollout.max_new_tokens="
+        f"{settings.rollout.max_new_tokens}; raise engine.context to at least"
+        f" {p.num_tokens + settings.rollout.max_new_tokens} (and learner.row_tokens with it), or shorten the task"
+        for tag, one in played.items()
+        for p in one.prompts
+        if p.num_tokens > p.limit
+    ]
+    if errors:
+        raise ConfigError(errors)
+
+
+def to_count(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks whose first prompts are counted: all over the split, and those that themselves say most."""
+    spread = range(0, len(tasks), max(len(tasks) // NUM_PROMPTS, 1))
+    size = {
+        i: sum(len(message.content) for message in task.messages) for i, task in enumerate(tasks)
+    }
+    longest = sorted(size, key=lambda i: -size[i])[:NUM_LONGEST]
+    return [tasks[i] for i in sorted({*spread, *longest})]
+
+
 @dataclass
 class _Trip:
     settings: Settings
     pool: EnvPool
     renderer: ChatRenderer
 
-    async def of(self, source: TaskSource) -> RoundTrip:
+    async def of(self, source: TaskSource) -> Played:
         try:
-            if not self.pool.has_script(source.tag):
-                return await self._observation(source, "the environment has no script()")
-            try:
-                return await self._episode(source)
-            except ScriptError as error:
-                if self.settings.warm_start.steps and source.script_episodes:
-                    raise
-                return await self._observation(source, str(error))
+            trip = await self._there_and_back(source)
+            prompts = [
+                await self._longest(source.tag, split) for split in self.pool.splits(source.tag)
+            ]
+            return Played(trip, tuple(prompts))
         except (EnvError, ScriptError, ValueError) as error:
             raise ConfigError([f"tag {source.tag}: {error}"]) from error
+
+    async def _there_and_back(self, source: TaskSource) -> RoundTrip:
+        if not self.pool.has_script(source.tag):
+            return await self._observation(source, "the environment has no script()")
+        try:
+            return await self._episode(source)
+        except ScriptError as error:
+            if self.settings.warm_start.steps and source.script_episodes:
+                raise
+            return await self._observation(source, str(error))
 
     async def _episode(self, source: TaskSource) -> RoundTrip:
         s, tasks = self.settings, self.pool.list_tasks(source.tag, "train")
@@ -186,13 +254,28 @@ class _Trip:
         )
 
     async def _observation(self, source: TaskSource, why: str) -> RoundTrip:
-        task = self.pool.list_tasks(source.tag, "train")[0]
-        handle = await self.pool.open(task, f"dry_run/{source.tag}", self.settings.seed)
-        messages = [*task.messages, *(await handle.reset()).messages]
-        await handle.close()
-        tokens = self.renderer.first(messages)
+        messages, tokens = await self._first(self.pool.list_tasks(source.tag, "train")[0])
         self._compare([message.content for message in messages], tokens)
         return RoundTrip(f"the first observation ({why})", 0, len(tokens), 0)
+
+    async def _longest(self, tag: str, split: str) -> LongestPrompt:
+        settings, tasks = self.settings, self.pool.list_tasks(tag, split)
+        counted, sizes, size = to_count(tasks), [], settings.rollout.env_workers
+        for start in range(0, len(counted), size):  # one in each worker
+            found = await asyncio.gather(*map(self._first, counted[start : start + size]))
+            sizes += [len(tokens) for _, tokens in found]
+        longest = max(range(len(counted)), key=sizes.__getitem__)
+        limit = settings.engine.context - settings.rollout.max_new_tokens
+        return LongestPrompt(
+            split, len(tasks), len(counted), counted[longest].id, sizes[longest], limit
+        )
+
+    async def _first(self, task: Task) -> tuple[list[Message], Any]:
+        """The messages before the first turn, and their tokens."""
+        handle = await self.pool.open(task, f"dry_run/{task.id}", self.settings.seed)
+        messages = [*task.messages, *(await handle.reset()).messages]
+        await handle.close()
+        return messages, self.renderer.first(messages)
 
     def _compare(self, said: Sequence[str], tokens: Any) -> None:
         """Raises ValueError unless the tokens decode to all that was said, in order."""

@@ -1,129 +1,22 @@
-"""What a person reads before and after a run: the dry run's plan, and the closing lines.
+"""What a person reads after a run: the closing lines, with its figures, one sample episode and what to type next.
 
-`dry_run` shows what config.parse cannot know: the model's real shapes on the plan, the environments' tasks, and that an
-episode of each comes back from the tokenizer as it was; it prints tables and starts no server. `closing_lines` gives
-the figures, one sample episode and what to type next.
-Must not: touch a device, or write beside plan.json of a run directory that was named.
+Must not: touch a device, or write.
 """
 
 import json
-import math
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
-from kernels.kv import KVSpec
-from rl_jax import schema
 from rl_jax.algorithms.options import entry_of
-from rl_jax.config import Parsed
-from rl_jax.console import say
-from rl_jax.data.corpus import Corpus
 from rl_jax.driver import DriverState
-from rl_jax.mesh import MeshPlan
-from rl_jax.mesh.rules import Rules, mesh_axes
-from rl_jax.models import MODELS
-from rl_jax.models.model import Model
-from rl_jax.preflight import round_trips
-from rl_jax.role_source import needed_roles
 from rl_jax.rollout.traces import read_traces
-from rl_jax.rollout.worker import EnvPool
-from rl_jax.settings import AlgorithmSettings, Settings
-from rl_jax.tokens import ChatRenderer
+from rl_jax.settings import Settings
 from rl_jax.types import Trajectory
 
 SAMPLE_LINES = 24  # of the sample episode
-ADAM_MOMENTS = 2
-
-
-def dry_run(
-    parsed: Parsed,
-    plan: MeshPlan,
-    renderer: ChatRenderer,
-    pool: EnvPool | None,
-    resolve,
-    corpus: Corpus | None = None,
-) -> int:
-    """Print the plan and what it costs; write plan.json into --run_dir if one was given. Returns 0.
-
-    corpus: of a supervised run on rows of a file.
-    """
-    settings = parsed.settings
-    vocab_size = settings.model.vocab_size or renderer.tokenizer.vocab_size
-    model: Model = resolve(settings.model.family, MODELS)(settings.model, vocab_size)
-    rows = memory_rows(plan, model, settings)
-    say(plan.describe())
-    say(_table(("pool", "device bytes", "weights", "optimizer + gradients", "KV"), rows))
-    num_weights = sum(math.prod(a.shape) for a in model.abstract.values())
-    wire = num_weights * jnp.dtype(settings.model.dtype).itemsize
-    say(
-        f"model: {num_weights:,} weights; a sync moves {wire:,} bytes to each of {len(plan.servers)} servers"
-    )
-    say(algorithm_line(settings.algorithm))
-    report: dict[str, Any] = {
-        "mesh": plan.name,
-        "num_devices": plan.num_devices,
-        "num_weights": num_weights,
-        "sync_bytes": wire * len(plan.servers),
-        "memory": [dict(zip(("pool", "total", "weights", "train", "kv"), row)) for row in rows],
-    }
-    if corpus is not None:
-        say(f"{corpus.describe()}; {settings.steps} steps of {settings.data.batch_rows}")
-        report["data"] = {
-            **corpus.counts,
-            "steps": settings.steps,
-            "held_out": len(corpus.held_out),
-        }
-    if pool is not None:
-        report["tasks"] = _task_report(settings, pool)
-        report["round_trips"] = _round_trip_report(settings, renderer, pool)
-    if parsed.options.run_dir:
-        path = Path(parsed.options.run_dir)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "plan.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
-
-
-def algorithm_line(settings: AlgorithmSettings) -> str:
-    """The algorithm's resolved values: its own where the config gave none; what it does not read is left out."""
-    values = schema.leaves(schema.to_tree(settings))
-    read = [f"{key}={value}" for key, value in values.items() if value is not None]
-    return f"algorithm {settings.name}: {', '.join(read[1:])}"
-
-
-def memory_rows(
-    plan: MeshPlan, model: Model, settings: Settings
-) -> list[tuple[str, int, int, int, int]]:
-    """(server or train pool, bytes of one device, weights, optimizer + gradients, KV), from abstract shapes alone.
-
-    A role is counted as of the policy's size. Activations, the staged copy of a sync (one more "weights") and a prefill
-    server's scratch cache come on top.
-    """
-    served = jnp.dtype(settings.model.dtype).itemsize
-    master = jnp.dtype(settings.model.param_dtype).itemsize
-    m, e = settings.model, settings.engine
-    cache = KVSpec(m.num_layers, m.num_kv_heads, m.head_dim, e.context, e.slots, m.dtype)
-    rows = []
-    for server in plan.servers:
-        weights = _sharded_size(model, server.rules, server.axes) * served
-        holds_slots = server.kind != "prefill"
-        kv = cache.num_bytes // _num_shards(cache.axes, server.rules, server.axes) * holds_slots
-        rows.append((server.name, weights + kv, weights, 0, kv))
-    if plan.train is not None:
-        size = _sharded_size(model, plan.train.rules, plan.train.axes)
-        weights, state = size * master, size * 4 * (ADAM_MOMENTS + 1)
-        rows.append((plan.train.pool, weights + state, weights, state, 0))
-    for where in sorted(needed_roles(settings)):
-        mesh = plan.role(getattr(settings, where).pool, settings.model)
-        size, is_critic = _sharded_size(model, mesh.rules, mesh.axes), where == "critic"
-        weights = size * (master if is_critic else served)
-        state = size * 4 * (ADAM_MOMENTS + 1) * is_critic
-        rows.append((f"{mesh.pool} {where}", weights + state, weights, state, 0))
-    return rows
 
 
 def closing_lines(
@@ -189,43 +82,6 @@ def fitted_lines(run_dir: Any, settings: Settings, state: DriverState) -> list[s
     ]
 
 
-def _task_report(settings: Settings, pool: EnvPool) -> dict[str, Any]:
-    """Tasks of each split."""
-    out: dict[str, Any] = {}
-    for source in settings.tasks.sources:
-        sizes = {s: len(pool.list_tasks(source.tag, s)) for s in pool.splits(source.tag)}
-        out[source.tag] = sizes
-        listed = ", ".join(f"{num} {split} tasks" for split, num in sizes.items())
-        say(f"tag {source.tag}: {listed}")
-    return out
-
-
-def _round_trip_report(
-    settings: Settings, renderer: ChatRenderer, pool: EnvPool
-) -> dict[str, dict[str, Any]]:
-    """Counts of what went through the tokenizer and came back as it was; what does not ends the dry run."""
-    trips = round_trips(settings, pool, renderer)
-    for tag, trip in trips.items():
-        say(
-            f"tag {tag}: {trip.what} keeps its text through the tokenizer: {trip.num_turns} turns,"
-            f" {trip.num_tokens} tokens of engine.context={settings.engine.context}, {trip.num_sampled} of them sampled"
-        )
-    return {tag: asdict(trip) for tag, trip in trips.items()}
-
-
-def _sharded_size(model: Model, rules: Rules, axes: Mapping[str, int]) -> int:
-    """Weights that one device holds."""
-    return sum(
-        math.prod(array.shape) // _num_shards(model.logical_axes[name], rules, axes)
-        for name, array in model.abstract.items()
-    )
-
-
-def _num_shards(logical: Sequence[str | None], rules: Rules, axes: Mapping[str, int]) -> int:
-    """Pieces that an array with these logical axes is cut into on a mesh of these sizes."""
-    return math.prod(axes[axis] for on in mesh_axes(logical, rules) for axis in on)
-
-
 def _sample_episode(path: Path) -> list[str] | None:
     """The text of one episode of the newest saved step: a success of several turns if there is one."""
     steps = sorted(
@@ -258,11 +114,3 @@ def _turn_texts(directory: Path, uid: str) -> list[tuple[str, str]]:
             if record["uid"] == uid:
                 return [(turn["prompt_text"], turn["text"]) for turn in record["turns"]]
     return []
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    cells = [head, *[[f"{v:,}" if isinstance(v, int) else v for v in row] for row in rows]]
-    widths = [max(len(str(row[i])) for row in cells) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(str(c).ljust(w) for c, w in zip(row, widths)).rstrip() for row in cells
-    )

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from rl_jax.algorithms.options import learns_from_rows
+from rl_jax.algorithms import ALGORITHMS
 from rl_jax.build_roles import Setting
 from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.driver import DriverState
@@ -24,7 +24,7 @@ from rl_jax.models.model import Model
 from rl_jax.models.value import HEAD
 from rl_jax.resume import CONFIG, Decision, checkpoint_steps, step_of, stored_config
 from rl_jax.rollout.traces import read_groups
-from rl_jax.settings import Settings
+from rl_jax.settings import AlgorithmSettings, Settings
 from rl_jax.types import Group
 
 
@@ -50,11 +50,22 @@ def make_learner(job: Setting, model: Model, algorithm: Any, **changes: Any) -> 
     )
 
 
+def make_warm_learner(job: Setting, model: Model) -> Learner:
+    """Of the warm start: supervised, with rates and a length of its own; without weights."""
+    cfg = job.settings.warm_start
+    sft = job.resolve("sft", ALGORITHMS)(AlgorithmSettings(name="sft"))
+    return make_learner(
+        job, model, sft,
+        total_steps=cfg.steps, max_rows=cfg.batch_episodes,
+        learning_rate=cfg.learning_rate, schedule="cosine", warmup_steps=min(5, cfg.steps - 1),
+    )  # fmt: skip
+
+
 def starting_point(
-    job: Setting, decision: Decision, checkpointer: Checkpointer, roles: Roles, mode: str
+    job: Setting, decision: Decision, checkpointer: Checkpointer, roles: Roles
 ) -> tuple[DriverState, dict[str, Any], Path | None]:
     """Weights into the policy; the driver's state, the checkpoint's extra and its path ({}, None for a fresh start)."""
-    source = decision.resume_from
+    source, mode, reads = decision.resume_from, job.mode, job.reads
     if source is None and mode == "train_only":
         source = _replay_start(job.settings)
     if source is None:
@@ -73,7 +84,6 @@ def starting_point(
     has_critic = reader.holds(step, "critic/")
     saved = reader.manifest(step)["extra"]
     theirs = saved.get("supervised", "")
-    reads = mode == "train" and learns_from_rows(job.settings.algorithm, job.settings.data)
     is_replay = mode == "train" and not reads and "stream" not in saved
     if not is_own and (reads or theirs or is_replay):
         _take_weights(roles, reader, step, theirs)

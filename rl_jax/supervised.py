@@ -6,7 +6,6 @@ well) once there is a directory for their workers' logs. Both are the same after
 Must not: decide the order of a step (driver.py), or check what config.parse could.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +20,14 @@ from rl_jax.learner.learner import Learner
 from rl_jax.learner.reward_model import RewardModel
 from rl_jax.learner.roles import Roles
 from rl_jax.learner.scorer import FrozenPolicy, Remembered
+from rl_jax.models import MODELS
 from rl_jax.models.model import Model
 from rl_jax.models.value import value_model
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.episode import EpisodeRules
 from rl_jax.rollout.scripted import ScriptPlan, scripted_trajectories
 from rl_jax.rollout.worker import EnvPool
-from rl_jax.settings import ModelSettings, Settings
+from rl_jax.settings import Settings
 from rl_jax.start import make_learner
 from rl_jax.tokens import ChatRenderer
 from rl_jax.types import Group
@@ -43,12 +43,6 @@ def read_rows(settings: Settings, renderer: ChatRenderer) -> Corpus | None:
         entry_of(settings.algorithm).rows, settings.data.train_on, settings.learner.row_tokens
     )
     return read_corpus(settings.data, renderer, rules, settings.seed)
-
-
-def rows_of_step(settings: Settings) -> int:
-    """Most packed rows of a step: one a trajectory."""
-    sides = 1 if entry_of(settings.algorithm).rows == "chat" else 2
-    return settings.data.batch_rows * sides
 
 
 def with_steps(settings: Settings, corpus: Corpus | None) -> Settings:
@@ -92,16 +86,14 @@ def play_rows(settings: Settings, pool: EnvPool, renderer: ChatRenderer) -> Corp
     return played_corpus(run_blocking(play()), settings.data.eval_share, settings.seed)
 
 
-def make_trained(
-    job: Setting, build: Callable[[ModelSettings, int], Model], model: Model, algorithm: Any
-) -> Learner | RewardModel:
-    """What learns from the rows, without weights: the policy, or a reward model of its settings. build: its family."""
+def make_trained(job: Setting, model: Model, algorithm: Any) -> Learner | RewardModel:
+    """What learns from the rows, without weights: the policy, or a reward model of its settings."""
     settings, train = job.settings, job.plan.train
     if entry_of(settings.algorithm).rows != "ends":
         return make_learner(job, model, algorithm)
     assert train is not None, "config.parse refuses a plan without a train mesh"
     return RewardModel(
-        value_model(build, settings.model, model.vocab_size),
+        value_model(job.resolve(settings.model.family, MODELS), settings.model, model.vocab_size),
         job.meshes.train,
         train.rules,
         algorithm,

@@ -76,6 +76,8 @@ PART = {
     "warm_start": "driver",
     "job": "launch",
     "exit_codes": "launch",
+    "dry_run": "launch",
+    "plan_record": "launch",
     "build_roles": "launch",
     "preflight": "launch",
     "supervised": "launch",

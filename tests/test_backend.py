@@ -1,6 +1,8 @@
 """What JAX is told before it is imported."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -66,3 +68,16 @@ def test_a_sum_of_products_under_vmap_is_right():
     rows = np.stack([np.arange(32_769, dtype=np.float32), *np.zeros((2, 32_769), np.float32)], 1)
     square = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))
     np.testing.assert_allclose(square(rows), rows[:, 0] ** 2, rtol=1e-6)
+
+
+def test_a_dry_runs_devices_are_simulated_whatever_the_variables_name():
+    code = (
+        "from rl_jax import backend; backend.only_simulate(12); import jax\n"
+        "print([d.platform for d in jax.devices()] == 12 * ['cpu'])"
+    )
+    env = {**os.environ, "JAX_PLATFORMS": "no_such_chip", "XLA_FLAGS": ""}
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=env, check=True
+    )
+    assert done.stdout == "True\n"

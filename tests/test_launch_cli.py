@@ -11,6 +11,8 @@ import pytest
 
 from rl_jax import launch
 from rl_jax.config import parse
+from rl_jax.rollout.worker import EnvPool
+from rl_jax.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -152,6 +154,37 @@ def test_environment_that_cannot_be_imported_is_told_with_its_own_error(tmp_path
     )
     assert not (tmp_path / "r").exists()
     assert time.monotonic() - start < 60.0
+
+
+@pytest.mark.slow
+def test_plan_for_more_devices_than_the_machine_has_can_be_checked_on_it(tmp_path):
+    """On simulated CPU devices, whatever backend the user's own variable names."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "no_such_chip"}
+    words = ["--mesh=tpu_v5e_16", "--config.learner.microbatch_rows=8"]
+    config = f"--config={ROOT / 'tests' / 'job_config.py'}"
+    done = launched("--dry_run", config, *words, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "can be traced for 16 devices, here simulated on the CPU" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directory_that_is_held_or_cannot_be_written_is_told_before_anything_starts(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(EnvPool, "spawn", lambda pool: pytest.fail("environments were started"))
+    config = f"--config={ROOT / 'tests' / 'job_config.py'}"
+    run = RunDir.open(tmp_path / "r", parse([config]).settings)
+    assert launch.main([config, f"--run_dir={run.path}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {run.path} is in use by pid {os.getpid()} on ")
+    run.close()
+    assert launch.main([config, "--run_dir=/dev/null/r"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: cannot write the run directory /dev/null/r: /dev/null is no directory"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("")  # where a directory without a name would go
+    assert launch.main([config]) == 2
+    assert "cannot write the run directory runs: " in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,11 +1,27 @@
-"""The dry run's round trip: text -> tokens -> text of one episode a source."""
+"""The dry run: an episode of each source there and back, its longest first prompts, and every program traced."""
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import jax
+import pytest
+
 from rl_jax import launch
+from rl_jax.algorithms.grpo import Grpo
+from rl_jax.build_roles import Setting
+from rl_jax.config import parse
+from rl_jax.learner.learner import Learner
+from rl_jax.learner.trained import state_bytes
+from rl_jax.mesh import MeshPlan, build_meshes
+from rl_jax.plan_record import checkpoint_need
+from rl_jax.preflight import NUM_LONGEST, NUM_PROMPTS, to_count
+from rl_jax.run_dir import RunDir
+from rl_jax.testing.envs import EvenEnv
+from rl_jax.testing.tiny_model import tiny_model
 from rl_jax.tokens import ByteTokenizer
+from rl_jax.types import Message
 
 CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
 ECHO = "--config.tasks.sources[0].env=rl_jax.testing.envs:EchoEnv"
@@ -25,6 +41,20 @@ class CutTokenizer(ByteTokenizer):
 
     def encode(self, text):
         return super().encode(text if " " in text else text[:-1])
+
+
+class MeanLoss(Grpo):
+    """Reduces what the learner reduces; broadcast, it would train something else."""
+
+    def token_loss(self, x):
+        loss, sums = super().token_loss(x)
+        return loss.mean(), sums
+
+
+class BranchingLoss(Grpo):
+    def token_loss(self, x):
+        loss, sums = super().token_loss(x)
+        return (loss if loss.sum() > 0 else -loss), sums
 
 
 def dry_run(directory, capsys, *words):
@@ -83,3 +113,156 @@ def test_environment_that_breaks_in_its_first_episode_is_one_line(tmp_path, caps
     ]
     code, _, errors = dry_run(tmp_path, capsys, MISBEHAVING, ROOM, *fault)
     assert code == 2 and len(errors) == 1 and "the environment is broken" in errors[0], errors
+
+
+# --- first prompts ---------------------------------------------------------------------------------------------------
+
+
+def test_first_prompt_over_the_context_is_refused_by_task_and_size(tmp_path, capsys):
+    code, out, errors = dry_run(tmp_path, capsys, ECHO, "--config.rollout.max_new_tokens=116")
+    assert (code, errors) == (0, [])
+    # bos, user, "say ant0", end, assistant
+    assert (
+        "tag even: longest first prompt of 8 of 8 train tasks: 12 tokens of 12 (even/train/0" in out
+    )
+    prompts = json.loads((tmp_path / "plan.json").read_text())["prompts"]["even"]
+    assert [(p["split"], p["num_tokens"], p["limit"]) for p in prompts] == [
+        ("train", 12, 12), ("eval", 12, 12),
+    ]  # fmt: skip
+    over = "--config.rollout.max_new_tokens=117"
+    code, _, errors = dry_run(tmp_path / "over", capsys, ECHO, over)
+    assert code == 2 and len(errors) == 2, errors
+    assert errors[0].startswith(
+        "error: tag even: the first prompt of task even/train/0 has 12 tokens, above the 11 that engine.context=128"
+        " leaves beside rollout.max_new_tokens=117; raise engine.context to at least 129"
+    )
+    assert "task even/eval/8 has" in errors[1] and not (tmp_path / "over").exists()
+
+
+def test_prompts_are_counted_all_over_a_split_and_where_tasks_say_most():
+    def task(i, num_chars):
+        (one,) = EvenEnv.tasks({"num_tasks": 1}, "train")
+        return replace(one, id=str(i), messages=(Message("user", "x" * num_chars),))
+
+    tasks = [task(i, 500 if i == 997 else 5) for i in range(1000)]
+    counted = [int(one.id) for one in to_count(tasks)]
+    assert 997 in counted and NUM_PROMPTS <= len(counted) <= 2 * NUM_PROMPTS + NUM_LONGEST
+    assert counted[0] == 0 and max(counted) > 950 and counted == sorted(set(counted))
+    assert to_count(tasks[:40]) == tasks[:40]
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+
+def test_programs_of_all_roles_and_of_distinct_servers_are_traced(tmp_path, capsys):
+    words = [
+        "--mesh=split_8:train2",
+        "--config.algorithm.name=ppo",
+        "--config.algorithm.kl.coef=0.1",
+    ]
+    code, out, errors = dry_run(tmp_path, capsys, *words)
+    assert (code, errors) == (
+        0,
+        [],
+    ) and "simulated on the CPU (kernels chosen by platform are not" in out
+    names = json.loads((tmp_path / "plan.json").read_text())["programs"]
+    assert names[:4] == ["critic's values", "critic step", "policy step", "reference_logprobs"]
+    assert {"prefill.0 prefill", "decode.0 append", "decode.0 insert", "decode.0 generate"} < {
+        *names
+    }
+    assert not [name for name in names if name.startswith(("prefill.1", "decode.1"))]
+
+
+@pytest.mark.parametrize(
+    "plugin, line",
+    [
+        ("MeanLoss", "policy step cannot be traced: ValueError: token_loss of MeanLoss has shape (), its"),
+        ("BranchingLoss", "policy step cannot be traced: TracerBoolConversionError: Attempted boolean conversion"),
+    ],
+)  # fmt: skip
+def test_plugin_that_cannot_be_traced_is_one_line_with_the_program(tmp_path, capsys, plugin, line):
+    name = f"--config.algorithm.name=tests.test_preflight:{plugin}"
+    code, _, errors = dry_run(tmp_path, capsys, name)
+    assert code == 2 and len(errors) == 1 and line in errors[0], errors
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_kernel_that_only_another_platform_has_is_not_part_of_the_tracing(tmp_path, capsys):
+    code, _, errors = dry_run(tmp_path, capsys, "--config.learner.attention=cudnn")
+    assert (code, errors) == (0, [])
+
+
+@pytest.mark.parametrize(
+    "words, mode, at_once",
+    [
+        (["steps=10", "checkpoint.every=2"], "train", 3),  # keep=2, and the one being written
+        (["steps=4", "checkpoint.every=2"], "train", 2),  # after steps 2 and 4
+        (["steps=10", "checkpoint.every=2", "checkpoint.keep=20"], "train", 5),
+        (["steps=10"], "train", 1),
+        (["steps=0", "checkpoint.every=2"], "train", 1),
+        (["steps=10", "checkpoint.keep=1"], "rollout_only", 2),  # its start is kept
+        (["steps=10", "checkpoint.every=2"], "train_only", 1),
+    ],
+)
+def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(
+    tmp_path, words, mode, at_once
+):
+    settings = parse([CONFIG, *(f"--config.{word}" for word in words)]).settings
+    plan = MeshPlan.from_settings(settings.mesh, settings.model)
+    setting = Setting(
+        settings, plan, build_meshes(plan), tmp_path / "r", launch.resolve, print, mode
+    )
+    model = tiny_model()[0]
+    need = checkpoint_need(setting, model)
+    assert (need.num_at_once, need.where) == (at_once, str(tmp_path))
+    weights = sum(x.size * x.dtype.itemsize for x in model.abstract.values())
+    learns = mode != "rollout_only" and settings.steps > 0  # else its optimizer holds zeros
+    assert need.num_bytes == (state_bytes(model, settings.learner) if learns else weights)
+    assert need.more_bytes == at_once * need.num_bytes
+    for step in (1, 2):
+        (tmp_path / "r" / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    assert checkpoint_need(setting, model).more_bytes == max(at_once - 2, 1) * need.num_bytes
+    assert checkpoint_need(replace(setting, mode="eval"), model) is None
+
+
+HUGE = ["--config.model.embed_size=4194304", "--config.model.mlp_size=4194304"]  # a petabyte
+
+
+def test_checkpoint_that_fits_no_disk_is_shown_and_a_run_of_it_refused(tmp_path, capsys):
+    code, out, errors = dry_run(tmp_path / "dry", capsys, *HUGE)  # which allocates nothing
+    assert (code, errors) == (0, [])
+    need = json.loads((tmp_path / "dry" / "plan.json").read_text())["checkpoint"]
+    assert need["num_bytes"] > 1e15 > need["free_bytes"] and need["num_at_once"] == 1
+    assert "NOT EVEN ONE FITS" in out
+    code = launch.main([CONFIG, f"--run_dir={tmp_path / 'r'}", *HUGE])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and line.startswith(f"error: a checkpoint takes {need['num_bytes']:,} bytes (")
+    assert f"but {tmp_path} has " in line and not (tmp_path / "r").exists()
+
+
+# --- plan.json -------------------------------------------------------------------------------------------------------
+
+
+def test_run_keeps_the_plan_that_its_dry_run_printed(tmp_path, capsys, monkeypatch):
+    assert dry_run(tmp_path / "dry", capsys)[0] == 0
+    dry = json.loads((tmp_path / "dry" / "plan.json").read_text())
+
+    def init(self, key):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(Learner, "init", init)  # it ends when its directory is made
+    assert launch.main([CONFIG, f"--run_dir={tmp_path / 'r'}"]) == 2
+    kept = json.loads((tmp_path / "r" / "plan.json").read_text())
+    assert kept["mesh"] == "one_device" and kept["tasks"] == {"even": {"train": 8, "eval": 8}}
+    assert {*dry} - {*kept} == {"round_trips", "prompts", "programs"} and {*kept} < {*dry}
+    for plan in (dry, kept):
+        del plan["checkpoint"]["free_bytes"], plan["checkpoint"]["where"]
+    assert kept == {name: dry[name] for name in kept}
+
+
+def test_dry_run_leaves_the_plan_of_a_run_alone_and_refuses_another_config(tmp_path, capsys):
+    RunDir.open(tmp_path / "r", parse([CONFIG]).settings, files={"plan.json": "of the run"}).close()
+    assert dry_run(tmp_path / "r", capsys)[0] == 0
+    code, _, errors = dry_run(tmp_path / "r", capsys, "--config.seed=5")
+    assert code == 2 and "belongs to another config: seed 0 there, 5 here" in errors[0]
+    assert (tmp_path / "r" / "plan.json").read_text() == "of the run"
