@@ -91,17 +91,19 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         """Text of any tokens. Raises ValueError for a token outside the vocabulary."""
+        ids = np.asarray(tokens, np.int64)
+        if len(outside := ids[(ids < 0) | (ids >= self.vocab_size)]):
+            raise ValueError(
+                f"token {outside[0]} is outside the byte vocabulary 0..{self.vocab_size - 1}"
+            )
         offset = len(self.SPECIALS)
-        raw = bytearray()
-        for token in tokens:
-            token = int(token)
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"token {token} is outside the byte vocabulary 0..{self.vocab_size - 1}"
-                )
+        raw = (ids - offset).astype(np.uint8).tobytes()  # means nothing where a token is special
+        parts, start = [], 0
+        for at in np.flatnonzero(ids < offset).tolist():
             # A name is ASCII, so it also ends a broken UTF-8 sequence before it.
-            raw += self.SPECIALS[token].encode() if token < offset else bytes((token - offset,))
-        return raw.decode("utf-8", errors="replace")
+            parts += [raw[start:at], self.SPECIALS[ids[at]].encode()]
+            start = at + 1
+        return b"".join([*parts, raw[start:]]).decode("utf-8", errors="replace")
 
     def role(self, name: str) -> int:
         """Raises ValueError for a role that has no token."""
