@@ -41,6 +41,7 @@ class LiveGroup:
     scored: dict[int, Scored] = field(default_factory=dict)  # by sample
     tries: Counter[int] = field(default_factory=Counter)  # attempts started here, by sample
     given_up: set[int] = field(default_factory=set)
+    _viewed: tuple[Any, GroupView] | None = None  # the last view, and what it was made of
 
     @property
     def want(self) -> int:
@@ -70,7 +71,15 @@ class LiveGroup:
         return min(versions, default=now)
 
     def view(self, now: int) -> GroupView:
-        """What a scheduler sees. now: the current version."""
+        """What a scheduler sees. now: the current version. Made anew only where something changed: every event asks
+        every group."""
+        live = [(m.episode.num_tokens, m.episode.oldest_version) for m in self.members.values()]
+        made_of = (live, len(self.scored), len(self.given_up), now)
+        if self._viewed is None or self._viewed[0] != made_of:
+            self._viewed = (made_of, self._view(now))
+        return self._viewed[1]
+
+    def _view(self, now: int) -> GroupView:
         scored = self.scored.values()
         return GroupView(
             group=self.uid,

@@ -1,0 +1,48 @@
+"""What a scheduler sees of a group: made anew when something changed, and only then."""
+
+from rl_jax.ledger import EpisodeRef
+from rl_jax.rollout.episode import Episode, EpisodeRules
+from rl_jax.rollout.live_group import LiveGroup, Member
+from rl_jax.rollout.tasks import IssuedTask
+from rl_jax.settings import RolloutSettings
+from rl_jax.testing.trajectories import fake_trajectory
+from tests.rollout.doubles import echo_tasks
+
+RULES = EpisodeRules.of(RolloutSettings(), 256, 60.0)
+
+
+def member(sample: int) -> Member:
+    task = echo_tasks()[0]
+    return Member(
+        Episode(EpisodeRef(f"r/0/0/{sample}", 0, "r/0/0", 0, 0, sample, "echo"), task, 7, RULES), ""
+    )
+
+
+def test_view_follows_every_change_and_is_kept_between_them():
+    group = LiveGroup("r/0/0", IssuedTask(echo_tasks()[0], 0, 0), 3, issued_s=1.0)
+    seen = []
+
+    def look(now: int = 0):
+        view = group.view(now)
+        assert group.view(now) is view  # nothing changed
+        assert view not in seen  # something did
+        seen.append(view)
+        return view
+
+    assert (look().started, look(now=1).oldest_version) == (0, 1)
+    for sample in range(3):
+        group.members[sample] = member(sample)
+        assert look(now=1).started == sample + 1
+    group.members[0].episode.oldest_version = 0
+    assert look(now=1).oldest_version == 0
+    group.members[1].episode.num_tokens = 5
+    assert look(now=1).num_tokens == (0, 5, 0)
+    del group.members[1]
+    trajectory = fake_trajectory(0, 1)
+    group.add(trajectory)
+    view = look(now=1)
+    assert (view.started, view.scored, view.num_tokens) == (3, 1, (trajectory.num_trained, 0, 0))
+    del group.members[2]
+    assert look(now=1).started == 2
+    group.given_up.add(2)
+    assert look(now=1).want == 2
