@@ -9,7 +9,8 @@ One iteration of the loop, between any two of which commands are obeyed:
 5. Turns whose KV is complete are armed (Started). 6. One block is generated, unless other turns
    still wait for KV and serve.chunks_per_block is not reached: a block costs much the same for few
    as for many. Its tokens (Tokens) and ends (Finished) are written to the event stream, each with
-   the version of the weights that made them.
+   the version of the weights that made them: of slots that ended at once, of the others while the
+   next block runs, or before the next command is obeyed.
 So a commit waits for one block and one chunk, never for a turn. Under `recompute` a swap parks all
 generating turns; each decodes again as soon as its own KV is rebuilt. Under `keep` they go on at
 once and their tokens are marked mixed.
@@ -80,6 +81,7 @@ class DecodeServer:
         self._params: dict[str, Any] | None = None
         self._state: Any = None
         self._epoch = 0
+        self._rest: tuple[BlockTokens, list[int]] | None = None  # a block's slots not yet delivered
         self._is_paused = False
         self._chunks_in_row = 0  # since the last block
         self._drains: list[Drain] = []  # not empty: requests are refused until `resume`
@@ -239,6 +241,8 @@ class DecodeServer:
         start, waited = time.perf_counter(), self._times["block_s"] + self._times["chunk_s"]
         table = self._table
         table.now_s = time.monotonic()
+        if new or not self._can_serve:  # a command must find what the last block made
+            self._deliver_rest()
         for command in new:
             self._obey(command)
         for turn in table.overdue():
@@ -288,17 +292,26 @@ class DecodeServer:
         self._loop.doing = f"generating for {self._table.num_running} requests"
         start = time.perf_counter()
         self._state, block = self.engine.generate(self._params, self._state)
+        self._deliver_rest()
         block = fetched(block)
         self._times["block_s"] += time.perf_counter() - start
         self._table.counters["blocks"] += 1
         self._table.now_s = time.monotonic()
-        self._deliver(block)
+        ended = block.finish != RUNNING
+        self._deliver(block, np.flatnonzero(ended).tolist())
+        self._rest = block, np.flatnonzero(block.valid.any(axis=1) & ~ended).tolist()
         self._loop.num_done += 1
 
-    def _deliver(self, block: BlockTokens) -> None:
-        """Tokens and ends of one block, to the event stream."""
+    def _deliver_rest(self) -> None:
+        """Of the last block, the tokens of slots that go on."""
+        if self._rest is not None:
+            (block, slots), self._rest = self._rest, None
+            self._deliver(block, slots)
+
+    def _deliver(self, block: BlockTokens, slots: Sequence[int]) -> None:
+        """Tokens and ends of one block's slots, to the event stream."""
         made, ended, epochs = block.valid.sum(axis=1), block.finish, block.slot_epoch.tolist()
-        for slot in np.flatnonzero((made > 0) | (ended != RUNNING)).tolist():
+        for slot in slots:
             n, epoch = int(made[slot]), epochs[slot]
             logprobs, sampled = block.logprobs[slot, :n], block.sampled_logprobs[slot, :n]
             support = None if block.support is None else block.support[slot, :n]

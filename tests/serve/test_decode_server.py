@@ -200,6 +200,21 @@ def test_finish_reasons_are_told_apart_and_counted(kit):
         d.server.release(f"{name}#0")
 
 
+def test_the_next_block_starts_before_tokens_of_slots_that_go_on_are_delivered(kit):
+    d = kit.decode()
+    d.gate.close()
+    going_on = d.turns.start(kit.request("a", max_new_tokens=12))
+    d.gate.arrive()
+    ending = d.turns.start(kit.request("b", max_new_tokens=4))
+    d.gate.step()  # a block of "a" alone; "b" was delivered to the server behind it
+    assert d.server.stats()["decode_tokens"] == 4  # for a command
+    d.gate.step()
+    assert len(ending.result(kit.PATIENCE_S).tokens) == 4
+    assert d.server.stats()["decode_tokens"] == 8  # "b"'s; those of "a" wait for the block before
+    d.gate.open()
+    assert going_on.result(kit.PATIENCE_S).tokens.tolist() == d.engine.expected([1, 2, 3], 12)
+
+
 def test_abort_returns_what_was_sampled_and_keeps_the_history(kit):
     d = kit.decode()
     d.gate.close()
