@@ -224,6 +224,7 @@ class Driver:
         if p.stream is not None:
             extra.update(rows=p.stream.state(), supervised=self.settings.algorithm.name)
         with p.recorder.doing(f"the save of version {self.state.version}"):
+            p.recorder.flush()
             p.checkpointer.save(self.state.version, p.learner.state, extra)
             p.checkpointer.wait()
         p.recorder.event("saved", step=self.state.version)

@@ -364,10 +364,12 @@ def evaluation_tasks(settings: Settings, pool: EnvPool) -> dict[str, Sequence[Ta
 def _recorder(job: Job) -> Recorder:
     writer = MetricsWriter(job.run_dir.path, job.run_dir.attempt)
     job.stack.callback(writer.close)
-    return Recorder(
+    recorder = Recorder(
         job.run_dir, writer, job.progress, job.settings.metrics, job.renderer.tokenizer.decode,
         peak_flops(job.setting.meshes.train),
     )  # fmt: skip
+    job.stack.callback(recorder.close)
+    return recorder
 
 
 def _warm_start(job: Job, cluster: InProcCluster, learner: Learner, parts: Parts) -> None:

@@ -2,7 +2,8 @@
 
 Owns: the step's row (merged from the learner, the trained groups, the servers' counters and the rollout's), and
 summary.json. Invariants: a rate is a difference of cumulative counters over the step's own seconds; a cohort that is
-empty is absent.
+empty is absent; traces are written by a thread of their own beside the next step (those of 128 episodes of 1,000 tokens
+take 0.3 s, in which no device would work), and are on disk before a checkpoint says that their step is trained.
 Must not: stop or slow training because a file could not be written (the writers count what they lose).
 """
 
@@ -10,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,8 @@ class Recorder:
         self._start_s = time.monotonic()
         self._lag0 = Metric(0.0, 0)
         self._useful = [0.0, 0.0]  # trained tokens, sampled tokens
+        self._tracer = ThreadPoolExecutor(1, "traces")
+        self._tracing: Future | None = None  # of the step before
         self.steps = 0
 
     def watch(self, serving: Callable[[], Mapping[str, float]], status: Callable[[], str]) -> None:
@@ -63,7 +67,7 @@ class Recorder:
     def step(
         self, step: int, groups: Sequence[Group], metrics: Mapping[str, Metric], counts
     ) -> None:
-        """Write the row, the traces and the line of one step."""
+        """Write the row and the line of one step, and begin with its traces. Raises as flush(), of the step before."""
         row = {**metrics, **group_metrics(groups), **self._serve_metrics(metrics)}
         row.update(_count_metrics(counts))
         row.update(self._policy_wait(counts))
@@ -75,10 +79,22 @@ class Recorder:
         self._writer.write(step, row)
         every = self._settings.rollouts_every
         if every and step % every == 0:
+            self.flush()
             trajectories = [t for g in groups for t in g.trajectories]
-            write_traces(self._run_dir.rollouts(step, "train"), trajectories, self._render)
+            directory = self._run_dir.rollouts(step, "train")
+            self._tracing = self._tracer.submit(write_traces, directory, trajectories, self._render)
         self.progress.step(step, row)
         self._run_dir.status("running", step=step)
+
+    def flush(self) -> None:
+        """All traces so far are on disk when this returns. Raises what writing them raised (a full disk)."""
+        tracing, self._tracing = self._tracing, None
+        if tracing is not None:
+            tracing.result()
+
+    def close(self) -> None:
+        """End the thread after what it writes; what that raises was no longer asked for."""
+        self._tracer.shutdown()
 
     def evaluation(self, version: int, name: str, result: Any) -> None:
         """One row and one line of an evaluation at a pinned version; its tokens count in no rate of a step."""

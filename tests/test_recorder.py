@@ -2,6 +2,8 @@
 
 import io
 import json
+import shutil
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -102,3 +104,30 @@ def test_heartbeat_names_what_the_loop_does(recorder):
     progress.beat(lambda: "a batch")
     lines = [line.partition(" s ")[2] for line in out.getvalue().splitlines()]
     assert lines == ["in the update of step 1", "before the first step, waiting for a batch"]
+
+
+def test_traces_are_written_beside_the_next_step_and_what_failed_is_raised_there(tmp_path):
+    may_write, written = threading.Event(), tmp_path / "index.npz"
+
+    def render(tokens):
+        assert may_write.wait(20.0)
+        return ""
+
+    run_dir = SimpleNamespace(
+        path=tmp_path, status=lambda *a, **k: None, rollouts=lambda s, k: tmp_path
+    )
+    progress = Progress(3, "plain", stream=io.StringIO())
+    writer = SimpleNamespace(write=lambda step, row: None)
+    recorder = Recorder(run_dir, writer, progress, MetricsSettings(), render)
+    recorder.step(1, [some_group()], {}, {})
+    assert not written.exists()  # and the loop has gone on
+    may_write.set()
+    recorder.flush()
+    assert written.exists()
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("no directory")
+    recorder.step(2, [some_group()], {}, {})
+    with pytest.raises(FileExistsError):
+        recorder.step(3, [some_group()], {}, {})
+    recorder.close()
+    progress.close()
