@@ -24,6 +24,7 @@ CONFIGS = {  # file and argument -> devices
     "split_8:train1": 5,
     "split_8:train2": 6,
     "split_8:4": 8,
+    "gpu_2": 2,
     "h100_8": 8,
     "tpu_v5e_16": 16,
 }
