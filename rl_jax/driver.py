@@ -252,7 +252,9 @@ class Driver:
         with self.parts.recorder.doing(f"the update of step {step}"):
             batch = self.make_batch(groups)
             clock.lap("time/batch_s")
-            return batch, dict(self.parts.learner.step(batch, version=step - 1))
+            learned = dict(self.parts.learner.step(batch, version=step - 1))
+            self.state.algorithm = self.parts.algorithm.learned(self.state.algorithm, learned)
+            return batch, learned
 
     def _evaluated(self, when: str, found: Mapping[str, float]) -> None:
         """An evaluation is done: its figures by name, as the first or the last of the run."""

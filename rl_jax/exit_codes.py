@@ -4,6 +4,7 @@ An error that is not in it is a bug of ours, and keeps its trace.
 Must not: print, or know where an error came from.
 """
 
+from rl_jax.algorithms.algorithm import RewardPartError
 from rl_jax.backend import BackendError
 from rl_jax.checkpoint import CheckpointError
 from rl_jax.cluster import ServersNotReady
@@ -39,6 +40,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (DataError, 3),
     (FileNotFoundError, 3),
     (EnvError, 4),
+    (RewardPartError, 4),
     (EnvBudgetExhausted, 4),
     (ScriptError, 4),
     (SyncFailed, 5),

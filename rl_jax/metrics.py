@@ -36,6 +36,7 @@ METRICS = {
     "eval/success": "share of evaluation episodes whose reward is 1",
     "eval/episodes": "evaluation episodes that were scored",
     "policy/entropy": "entropy of the policy in nats a trained token",
+    "policy/entropy_coef": "coefficient of the entropy bonus, where it follows algorithm.entropy.target",
     "policy/loss": "the loss that was minimised, over the global count",
     "policy/clip_frac": "share of trained tokens whose ratio was clipped",
     "policy/ratio": "probability ratio to the behaviour policy, a trained token",

@@ -20,6 +20,7 @@ from rl_jax.settings import CriticSettings, FrozenSettings, ModelSettings, Setti
 # What learner.score can give, and the section of the role that computes it ("" = the policy itself).
 NEEDED_ROLE = {
     "old_logprobs": "",
+    "sum_squares": "",
     "rewards": "",
     "reference_logprobs": "reference",
     "teacher_logprobs": "teacher",

@@ -154,6 +154,8 @@ class CorrectionSettings:
     # mean log-ratio by which a sequence with a negative advantage may have drifted; 0 = off
     opsm_delta: float = 0.0
     max_token_age: int = 0  # tokens more versions older than the step have no loss; 0 = off
+    # trained tokens that the aggregation counts: before_filter (all) | after_filter (those that are not dropped here)
+    denominator: str = "before_filter"
     # mean squared log-ratio that is left when M2PO has dropped the tokens farthest off; 0 = off
     m2po: float = 0.0
     batch_normalize: bool = False  # importance weights over their mean in the batch
@@ -168,6 +170,17 @@ class KlSettings:
     kind: str = "k3"  # k1 | k2 | k3 | k3+ | abs | unbiased
     target: float = 0.0  # in nats a sequence, adapts coef (in the reward only); 0 = fixed
     horizon: int = 10_000  # samples over which it adapts
+
+
+@dataclass(frozen=True)
+class EntropySettings:
+    """The coefficient of the entropy bonus holds the entropy at a target: entropy_coef is where it starts."""
+
+    target: float = 0.0  # nats a token, at the sampling temperature; 0 = the coefficient is fixed
+    # what a step adds to the coefficient at or below the target, and takes from it above, where no bonus is paid
+    delta: float = 0.005
+    low: float = 0.0  # bounds of the coefficient
+    high: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -223,12 +236,19 @@ class AlgorithmSettings:
     beta: float | None = None
     label_smoothing: float | None = None
     center_coef: float | None = None  # rm: weight of (sum of a pair's rewards)^2; 0 = off
+    cov_share: float | None = None  # kl_cov, clip_cov: of the step's tokens
+    cov_coef: float | None = None  # kl_cov: of the pull
+    cov_low: float | None = None  # clip_cov: the band of covariances that it draws from
+    cov_high: float | None = None
+    # gdpo: part of the reward -> its weight; none named = the reward as a whole
+    reward_weights: Mapping[str, float] | None = None
     entropy_coef: float = 0.0
     max_response_tokens: int = 0  # the constant L of seq-mean-token-sum-norm; 0 = engine.context
     overlong_filter: bool = False  # truncated trajectories get an empty loss mask
     std_eps: float = 1e-6
     correction: CorrectionSettings = CorrectionSettings()
     kl: KlSettings = KlSettings()
+    entropy: EntropySettings = EntropySettings()
     overlong: OverlongSettings = OverlongSettings()
     filter: FilterSettings = FilterSettings()
 

@@ -306,6 +306,11 @@ def _algorithm(s: Settings) -> Iterator[str]:
             f"algorithm.correction.max_token_age={age} leaves no token out: rollout.max_staleness="
             f"{s.rollout.max_staleness} already bounds the age; use less, or 0"
         )
+    if s.algorithm.name == "kl_cov" and not s.rollout.max_staleness:
+        yield (
+            "algorithm.name=kl_cov pulls tokens back to the policy that sampled, which at rollout.max_staleness=0 is"
+            " the one that trains; raise it, or use clip_cov"
+        )
     for need in sorted(options.needs(s.algorithm) - NEEDED_ROLE.keys()):
         cause, remedy = options.needed_by(s.algorithm, need)
         yield f"{cause} needs {need}, which no role computes; {remedy}"

@@ -255,6 +255,10 @@ def test_a_flag_may_stand_twice_with_one_value(two_tasks):
             ],
             "learner.warmup_steps=7 leaves nothing of steps=7 for learner.schedule=cosine",
         ),
+        (
+            ["--config.algorithm.name=kl_cov", "--config.rollout.max_staleness=0"],
+            "algorithm.name=kl_cov pulls tokens back to the policy that sampled, which at rollout.max_staleness=0",
+        ),
     ],
 )
 def test_words_that_cannot_work_together_are_one_line(two_tasks, words, line):
@@ -523,6 +527,7 @@ def test_every_setting_has_a_rule():
         "teacher.checkpoint",
         "teacher.pool",
         "critic.pool",  # role_source.py
+        "algorithm.reward_weights",  # options.py
     }
     keys = {
         k

@@ -22,6 +22,7 @@ from tests.test_driver import CONFIG, Reference, rows, run_job
 def picky(tmp_path_factory):
     """(a straight run with dynamic sampling, the same run stopped after a step and resumed)."""
     words = ["--config.algorithm.filter.equal_rewards=true"]
+    words += [f"--config.algorithm.entropy.{w}" for w in ("target=5.0", "delta=0.02")]
     words += ["--config.guards.lag0_above=1e-12"]  # below any rounding: it trips
     words += [f"--config.rollout.{w}" for w in ("top_p=0.8", "top_k=24", "temperature=0.7")]
     root = tmp_path_factory.mktemp("picky")
@@ -43,6 +44,10 @@ def test_a_resumed_run_ends_where_a_straight_one_does(picky):
     for name in states[0].params:
         np.testing.assert_array_equal(states[0].params[name], states[1].params[name], err_msg=name)
     assert [row["step"] for row in rows(picky[1])] == [1, 2]
+    for (
+        directory
+    ) in picky:  # the entropy is below its target: the coefficient grew, and is in the checkpoint
+        assert [row["policy/entropy_coef"] for row in rows(directory)] == pytest.approx([0, 0.02])
 
 
 @pytest.mark.slow

@@ -67,6 +67,17 @@ ALGORITHMS: dict[str, Entry] = {
         _A + "reinforce_pp:ReinforcePp", {**_EVEN, "gamma": 1.0}, compares=False
     ),
     "reinforce_pp_baseline": Entry(_A + "reinforce_pp_baseline:ReinforcePpBaseline", _EVEN),
+    "grpo_passk": Entry(_A + "grpo_passk:GrpoPassk", _CLIP),
+    "gdpo": Entry(_A + "gdpo:Gdpo", {**_CLIP, "reward_weights": {}}),
+    "otb": Entry(_A + "otb:Otb", _CLIP, frozenset({"old_logprobs", "sum_squares"})),
+    "kl_cov": Entry(
+        _A + "kl_cov:KlCov", {**_RATIO, "cov_share": 2e-4, "cov_coef": 1.0},
+        frozenset({"old_logprobs"}),
+    ),
+    "clip_cov": Entry(
+        _A + "clip_cov:ClipCov", {**_EVEN, "cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+        frozenset({"old_logprobs"}),
+    ),
     "gspo": Entry(_A + "gspo:Gspo", {**_CLIP, **_SEQUENCE, **_ROOT}),
     "turn_ppo": Entry(_A + "turn_ppo:TurnPpo", {**_CLIP, **_ROOT}),
     "cispo": Entry(_A + "cispo:Cispo", {**_RATIO, "ratio_min": 0.0, "ratio_max": 5.0}),

@@ -86,9 +86,9 @@ class Scored:
         """bool[S, T] the trained tokens, padded to the longest member."""
         return self.padded([m.loss_mask & t for m, t in zip(self.members, self.trained)])
 
-    def token_rewards(self) -> np.ndarray:
-        """f64[S, T]: the reward on the last trained token, and the penalties."""
-        scores = on_last_token(self.rewards, self.mask)
+    def token_rewards(self, mask: np.ndarray | None = None) -> np.ndarray:
+        """f64[S, T]: the reward on the last token of the mask (None = trained), and the penalties."""
+        scores = on_last_token(self.rewards, self.mask if mask is None else mask)
         return scores if self.penalties is None else scores + self.padded(self.penalties)
 
     def padded(self, arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -1,10 +1,10 @@
 """The Algorithm protocol and the records that pass through it.
 
 Life of a step: 1 `select` sees the raw groups, each as it completes; 2 `trains` says which trajectories' tokens may
-enter the loss (packing leaves the others out, before anything is counted); 3 `advantages` runs on the host, in float64;
-4 `token_loss` runs inside jit, once a microbatch, and returns a loss per token that nobody has reduced: the learner
-multiplies it by loss_weights, which hold the aggregation and the batch's global counts (aggregate.py). So no algorithm
-ever divides.
+enter the loss (packing leaves the others out, before anything is counted); 3 `advantages` runs on the host, in float64,
+then `counted` and `token_inputs`, which few have (Base); 4 `token_loss` runs inside jit, once a microbatch, and returns
+a loss per token that nobody has reduced: the learner multiplies it by loss_weights, which hold the aggregation and the
+batch's global counts (aggregate.py). So no algorithm ever divides. 5 `learned` sees the step's figures.
 
 An algorithm whose needs have "values" also has `targets(groups, extras, state)`, called before step 3 with its
 arguments: one f32[T] per trajectory, the returns that the critic is to learn.
@@ -23,6 +23,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rl_jax.metrics import Metric
 from rl_jax.types import Group, Trajectory
+
+
+class RewardPartError(ValueError):
+    """An option names a part of the reward that the task's scorer does not give."""
+
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric name -> (sum f32[], count f32[])
 
@@ -46,6 +51,9 @@ class LossInputs:
     reference_logprobs: Float[Array, "B K"] | None = None  # of the frozen reference
     teacher_logprobs: Float[Array, "B K"] | None = None  # of the teacher
     lag: Int[Array, "B K"] | None = None  # consuming version minus the token's
+    # of token_inputs
+    selected: Float[Array, "B K"] | None = None  # 1 on the tokens that a loss treats apart
+    entropy_coef: Float[Array, "B K"] | None = None  # of this step, where it adapts
 
     @property
     def old(self) -> Float[Array, "B K"]:
@@ -81,6 +89,39 @@ class Algorithm(Protocol):
     def token_loss(self, x: LossInputs) -> tuple[Float[Array, "B K"], Sums]:
         """Unreduced loss, minimised; metrics as (sum, count). Runs inside jit."""
         ...
+
+    def counted(
+        self, groups: Sequence[Group], advantages: Sequence[np.ndarray], extras: Mapping[str, Any]
+    ) -> Sequence[np.ndarray] | None:
+        """The trained tokens that the aggregation counts, bool[T] per trajectory; None = all."""
+        ...
+
+    def token_inputs(
+        self,
+        groups: Sequence[Group],
+        advantages: Sequence[np.ndarray],
+        extras: Mapping[str, Any],
+        state: Any,
+    ) -> Mapping[str, Sequence[np.ndarray]]:
+        """What else of the host token_loss reads: field of LossInputs -> one f32[T] per trajectory."""
+        ...
+
+    def learned(self, state: Any, metrics: Mapping[str, Metric]) -> Any:
+        """The next state, now that the step is made and its figures are known."""
+        ...
+
+
+class Base:
+    """What most algorithms say of the parts of the protocol that few have."""
+
+    def counted(self, groups: Sequence[Group], advantages, extras: Mapping[str, Any]):
+        return None
+
+    def token_inputs(self, groups: Sequence[Group], advantages, extras: Mapping[str, Any], state):
+        return {}
+
+    def learned(self, state: Any, metrics: Mapping[str, Metric]) -> Any:
+        return state
 
 
 class RowAlgorithm(Algorithm, Protocol):

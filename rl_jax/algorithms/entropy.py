@@ -5,14 +5,18 @@ from jaxtyping import Array, Bool, Float
 
 
 def entropy_loss(
-    entropy: Float[Array, "B K"], mask: Bool[Array, "B K"], coef: float
+    entropy: Float[Array, "B K"], mask: Bool[Array, "B K"], coef: float | Float[Array, "B K"]
 ) -> Float[Array, "B K"]:
     """-coef * entropy where mask, else 0; entropy in nats, of the distribution that is trained (same temperature)."""
     return -coef * jnp.where(mask, entropy, 0.0)
 
 
 def applied_entropy_coef(coef: float, entropy: float, *, target: float) -> float:
-    """The coefficient acts only while the entropy is at or below its target."""
+    """The coefficient acts only while the entropy is at or below its target.
+
+    Source:  Skywork-OR1 arXiv:2505.22312, of the step's own entropy; a run gives it that of the step before, since the
+             step's own is known when its gradient is (policy.py).
+    """
     return coef if entropy <= target else 0.0
 
 

@@ -11,7 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from rl_jax.algorithms import ALGORITHMS, Entry
-from rl_jax.settings import AlgorithmSettings, CorrectionSettings, DataSettings, KlSettings
+from rl_jax.settings import (
+    AlgorithmSettings,
+    CorrectionSettings,
+    DataSettings,
+    EntropySettings,
+    KlSettings,
+)
 
 OWN_KEYS = tuple(dict.fromkeys(key for entry in ALGORITHMS.values() for key in entry.defaults))
 
@@ -35,6 +41,10 @@ INTERVALS = {
     "beta": "(0, inf)",
     "label_smoothing": "[0, 0.5]",
     "center_coef": "[0, inf)",
+    "cov_share": "(0, 1]",
+    "cov_coef": "(0, inf)",
+    "cov_low": "(-inf, inf)",
+    "cov_high": "(-inf, inf)",
     "entropy_coef": "[0, inf)",
     "max_response_tokens": "[0, inf)",
     "std_eps": "(0, inf)",
@@ -46,6 +56,10 @@ INTERVALS = {
     "correction.opsm_delta": "[0, inf)",
     "correction.max_token_age": "[0, inf)",
     "correction.m2po": "[0, inf)",
+    "entropy.target": "[0, inf)",
+    "entropy.delta": "(0, inf)",
+    "entropy.low": "[0, inf)",
+    "entropy.high": "(0, inf)",
     "kl.coef": "[0, inf)",
     "kl.target": "[0, inf)",
     "kl.horizon": "[1, inf)",
@@ -75,6 +89,7 @@ CHOICES = {
     "correction.mode": ("truncate", "mask"),
     "correction.reject_stat": ("none", "ratio", "k2", "k3"),
     "correction.reject_level": ("token", "segment", "seq_sum", "seq_mean", "seq_max"),
+    "correction.denominator": ("before_filter", "after_filter"),
     "kl.where": ("loss", "reward"),
     "kl.kind": ("k1", "k2", "k3", "k3+", "abs", "unbiased"),
 }
@@ -158,9 +173,30 @@ def rules(given: AlgorithmSettings, group_size: int) -> Iterator[str]:
     low, high = settings.ratio_min, settings.ratio_max
     if low is not None and high is not None and low >= high:
         yield f"algorithm.ratio_min={low} must be below ratio_max={high}"
+    low, high = settings.cov_low, settings.cov_high
+    if low is not None and high is not None and low >= high:
+        yield f"algorithm.cov_low={low} must be below cov_high={high}"
+    if (weights := settings.reward_weights) and not any(weights.values()):
+        yield (
+            f"algorithm.reward_weights={dict(weights)} are all 0, which leaves no reward; weigh one part at least, or"
+            " name none for the reward as a whole"
+        )
+    if "sum_squares" in entry.needs and (
+        settings.filter.best_of or settings.filter.min_reward is not None
+    ):
+        yield (
+            f"algorithm.filter.best_of and filter.min_reward leave members out of the forward, and the baseline of"
+            f" {given.name} needs that of every member; leave them out"
+        )
+    if given.name == "kl_cov" and settings.old_policy in ("recompute", "one_update"):
+        yield (
+            f"algorithm.old_policy={settings.old_policy}: kl_cov pulls tokens back to what its ratio is taken against,"
+            " and under this one the ratio is 1 at every update; use behaviour or loglinear, or clip_cov"
+        )
     if entry.policy:
         yield from _correction(settings)
         yield from _kl(settings)
+        yield from _entropy(settings)
         yield from _rewards(settings, group_size)
 
 
@@ -176,7 +212,7 @@ def _unread(given: AlgorithmSettings, entry: Entry) -> Iterator[str]:
             )
     if not entry.policy:
         plain = AlgorithmSettings()
-        for section in ("correction", "kl", "overlong", "filter"):
+        for section in ("correction", "kl", "entropy", "overlong", "filter"):
             own, default = getattr(given, section), getattr(plain, section)
             for name in vars(default):
                 if (
@@ -206,6 +242,8 @@ def _correction(s: AlgorithmSettings) -> Iterator[str]:
             "algorithm.correction.batch_normalize=True has no weights to normalise at correction.level=none; set a"
             " level, or leave it out"
         )
+    if c.denominator == "after_filter":
+        yield from _after_filter(s)
     if c.low is not None and c.high is not None and c.low >= c.high:
         yield f"algorithm.correction.low={c.low} must be below high={c.high}"
     levels = {"ratio": ("token", "segment", "seq_sum", "seq_mean")}
@@ -240,6 +278,25 @@ def _whole_batch(s: AlgorithmSettings, what: str) -> Iterator[str]:
         yield f"{what}: the loss of {s.name} pulls on tokens without an advantage too; set it to 0 or false"
 
 
+def _after_filter(s: AlgorithmSettings) -> Iterator[str]:
+    """What cannot be counted before the step."""
+    c = s.correction
+    drops = c.reject_stat != "none" or c.veto or c.opsm_delta or c.m2po
+    drops = drops or (c.level != "none" and c.mode == "mask")
+    what = "algorithm.correction.denominator=after_filter"
+    yield from _whole_batch(s, what)
+    if c.max_token_age:
+        yield (
+            f"{what}: which tokens are older than correction.max_token_age={c.max_token_age} is known in the step,"
+            " after they were counted; set it to 0 and lower rollout.max_staleness"
+        )
+    elif not drops:
+        yield (
+            f"{what} has nothing to leave out: no option of algorithm.correction drops a token; set one"
+            " (reject_stat, veto, opsm_delta, m2po, or a level with mode=mask), or use before_filter"
+        )
+
+
 def _kl(s: AlgorithmSettings) -> Iterator[str]:
     kl, off = s.kl, KlSettings()
     if not kl.coef:
@@ -260,6 +317,24 @@ def _kl(s: AlgorithmSettings) -> Iterator[str]:
         yield "algorithm.kl.kind=k1 has an expected gradient of 0 in the loss; use k2, k3 or unbiased, or where=reward"
     if kl.where == "loss" and kl.target:
         yield f"algorithm.kl.target={kl.target} adapts the coefficient in the reward only; set it to 0"
+
+
+def _entropy(s: AlgorithmSettings) -> Iterator[str]:
+    e, off = s.entropy, EntropySettings()
+    if not e.target:
+        for name in ("delta", "low", "high"):
+            if getattr(e, name) != getattr(off, name):
+                yield (
+                    f"algorithm.entropy.{name}={getattr(e, name)} has no effect while entropy.target is 0; set"
+                    " entropy.target"
+                )
+    elif not e.low < e.high:
+        yield f"algorithm.entropy.low={e.low} must be below entropy.high={e.high}"
+    elif not e.low <= s.entropy_coef <= e.high:
+        yield (
+            f"algorithm.entropy_coef={s.entropy_coef}, where the coefficient starts, lies outside entropy.low={e.low}"
+            f" to entropy.high={e.high}; set it between"
+        )
 
 
 def _rewards(s: AlgorithmSettings, group_size: int) -> Iterator[str]:

@@ -5,8 +5,9 @@ jit: a loss a token). Round these two stand, in this order, the options of Algor
 1 `filter` drops groups, and members, by their task rewards, before any shaping (filters.py). 2 `overlong` and KL in the
 reward shape the rewards. 3 `estimate`, and what of `correction` reads a whole batch (batch_correction.py). 4 What a
 ratio is taken against, by `old_policy`. 5 `loss`. 6 `correction`: rejection, veto, age and OPSM on the raw mask, then
-importance weights; both multiply the loss, detached, and leave the denominators alone. 7 KL in the loss and the entropy
-bonus, on every trained token.
+importance weights; both multiply the loss, detached, and leave the denominators alone (unless correction.denominator
+says otherwise). 7 KL in the loss and the entropy bonus, on every trained token.
+State, which a checkpoint keeps: {"kl_coef", "entropy_coef", "entropy"}, each where it adapts.
 
 Which old policy: `behaviour` is the policy that sampled: with one update a step a ratio to the policy at step start is
 exactly 1 and a clip idle, so the clip bounds what staleness does, and no importance weight is needed. `one_update` is
@@ -14,7 +15,7 @@ that ratio of 1, without a forward; `recompute` the same with one (other numeric
 lies between both by the token's age. Under these three staleness is corrected by importance weights alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,17 +26,19 @@ from jaxtyping import Array, Bool, Float
 
 from rl_jax.algorithms import correction, options
 from rl_jax.algorithms.advantages import Scored, group_rewards, num_sampled, trains_scored
-from rl_jax.algorithms.algorithm import LossInputs, Sums
+from rl_jax.algorithms.algorithm import Base, LossInputs, Sums
 from rl_jax.algorithms.batch_correction import correct_batch
+from rl_jax.algorithms.entropy import applied_entropy_coef, entropy_loss, next_entropy_coef
 from rl_jax.algorithms.filters import select_groups
 from rl_jax.algorithms.kl import kl_token_rewards, next_kl_coef, token_kl, unbiased_kl
 from rl_jax.algorithms.shaping import overlong_penalty
 from rl_jax.algorithms.token_losses import TokenLoss, ppo
+from rl_jax.metrics import Metric
 from rl_jax.settings import AlgorithmSettings, CorrectionSettings
 from rl_jax.types import Group, Trajectory
 
 
-class PolicyAlgorithm:
+class PolicyAlgorithm(Base):
     """Base of the named policy algorithms; `loss` is the PPO clip unless they have their own."""
 
     samples = True
@@ -67,6 +70,43 @@ class PolicyAlgorithm:
         scored, state = self._scored(groups, extras, state)
         return correct_batch(scored, self.estimate(scored), self.settings.correction), state
 
+    def counted(self, groups: Sequence[Group], advantages, extras):
+        """Without the tokens that `correction` drops; where they count all the same, None."""
+        c = self.settings.correction
+        if c.denominator == "before_filter":
+            return None
+        scored = self._plain(groups, extras)
+        x = inputs_at_start(scored, advantages)
+        keep, weights = (np.asarray(a) for a in corrected(x, "recompute", c))
+        if c.level != "none" and c.mode == "mask":
+            keep = keep & (weights > 0)
+        if c.m2po:
+            keep = keep & correction.m2po_keep(
+                np.asarray(x.old_logprobs), np.asarray(x.behaviour_logprobs), scored.mask, c.m2po
+            )
+        return [k[: len(m.tokens)] for k, m in zip(keep, scored.members, strict=True)]
+
+    def token_inputs(self, groups: Sequence[Group], advantages, extras, state):
+        if not self.settings.entropy.target:
+            return {}
+        now = self._entropy_state(state)
+        coef = now["entropy_coef"]
+        if now["entropy"] is not None:
+            coef = applied_entropy_coef(coef, now["entropy"], target=self.settings.entropy.target)
+        members = [trajectory for group in groups for trajectory in group.trajectories]
+        return {"entropy_coef": [np.full(len(m.tokens), coef, np.float32) for m in members]}
+
+    def learned(self, state: Any, metrics: Mapping[str, Metric]) -> Any:
+        e = self.settings.entropy
+        entropy = metrics["policy/entropy"].mean if "policy/entropy" in metrics else None
+        if not e.target or entropy is None or not np.isfinite(entropy):
+            return state
+        coef = next_entropy_coef(
+            self._entropy_state(state)["entropy_coef"], entropy,
+            target=e.target, delta=e.delta, low=e.low, high=e.high,
+        )  # fmt: skip
+        return {**(state or {}), "entropy_coef": coef, "entropy": entropy}
+
     def token_loss(self, x: LossInputs) -> tuple[Float[Array, "B K"], Sums]:
         s = self.settings
         x = with_old_policy(x, s.old_policy)
@@ -90,8 +130,12 @@ class PolicyAlgorithm:
             sums["policy/kl"] = total(estimate)
             if s.kl.where == "loss":
                 loss = loss + s.kl.coef * self._kl(x)
-        if s.entropy_coef:
-            loss = loss - s.entropy_coef * jnp.where(x.mask, x.entropy, 0.0)
+        coef = s.entropy_coef
+        if x.entropy_coef is not None:
+            coef = jnp.where(x.mask, x.entropy_coef, 0.0)
+            sums["policy/entropy_coef"] = total(coef)
+        if s.entropy_coef or s.entropy.target:
+            loss = loss + entropy_loss(x.entropy, x.mask, coef)
         return loss, sums
 
     # --- parts ---------------------------------------------------------------------------------------------------
@@ -102,21 +146,29 @@ class PolicyAlgorithm:
             return unbiased_kl(x.logprobs, x.old, x.reference_logprobs, x.mask)
         return token_kl(x.logprobs, x.reference_logprobs, x.mask, self.settings.kl.kind)
 
+    def _entropy_state(self, state: Any) -> dict[str, Any]:
+        """The coefficient, and the entropy of the step before; None before the first."""
+        return {"entropy_coef": self.settings.entropy_coef, "entropy": None, **(state or {})}
+
+    def _plain(self, groups: Sequence[Group], extras) -> Scored:
+        """The members with their task rewards."""
+        members = [trajectory for group in groups for trajectory in group.trajectories]
+        trained = np.array([self.trains(member) for member in members], bool)
+        return Scored(members, *group_rewards(groups), trained, None, extras)
+
     def _scored(self, groups: Sequence[Group], extras, state) -> tuple[Scored, Any]:
         """The rewards, shaped; the next state holds an adaptive KL coefficient."""
-        s = self.settings
-        members = [trajectory for group in groups for trajectory in group.trajectories]
-        rewards, ids, valid = group_rewards(groups)
+        s, scored = self.settings, self._plain(groups, extras)
+        members, rewards, valid = scored.members, scored.rewards, scored.valid
         if s.overlong.buffer:
             # Sampled, not trained, tokens: a member that rejection sampling left out is as long as it is.
             lengths = np.array([num_sampled(member) for member in members])
             rewards = rewards + np.where(valid, overlong_penalty(
                 lengths, max_length=s.overlong.max_tokens, buffer=s.overlong.buffer, factor=s.overlong.factor
             ), 0.0)  # fmt: skip
-        trained = np.array([self.trains(member) for member in members], bool)
-        scored = Scored(members, rewards, ids, valid, trained, None, extras)
+        scored = replace(scored, rewards=rewards)
         if s.kl.coef and s.kl.where == "reward":
-            coef = s.kl.coef if state is None else state["kl_coef"]
+            coef = (state or {}).get("kl_coef", s.kl.coef)
             penalties, divergence = self._penalties(scored, coef)
             scored = replace(scored, penalties=penalties)
             if s.kl.target:
@@ -124,7 +176,7 @@ class PolicyAlgorithm:
                     coef, divergence,
                     target=s.kl.target, num_samples=len(members), horizon=s.kl.horizon,
                 )  # fmt: skip
-                state = {"kl_coef": coef}
+                state = {**(state or {}), "kl_coef": coef}
         return scored, state
 
     def _penalties(self, scored: Scored, coef: float) -> tuple[list[np.ndarray], float]:
@@ -144,6 +196,25 @@ class PolicyAlgorithm:
             if scored.trained[i]:
                 sums.append(unit.sum())
         return out, float(np.mean(sums)) if sums else 0.0
+
+
+def inputs_at_start(scored: Scored, advantages: Sequence[np.ndarray]) -> LossInputs:
+    """What the step will see of the whole batch, before it: a member a row, log-probs of the policy at step start."""
+    mask = scored.mask
+    old, behaviour, values, turns = (
+        jnp.asarray(scored.padded(arrays))
+        for arrays in (
+            scored.extras["old_logprobs"],
+            [member.logprobs for member in scored.members],
+            advantages,
+            [member.turn_ids for member in scored.members],
+        )
+    )
+    return LossInputs(
+        logprobs=old, entropy=jnp.zeros_like(old), behaviour_logprobs=behaviour, advantages=values,
+        mask=jnp.asarray(mask), segment_ids=jnp.ones(mask.shape, jnp.int32), turn_ids=turns.astype(jnp.int32),
+        old_logprobs=old,
+    )  # fmt: skip
 
 
 def with_old_policy(x: LossInputs, old_policy: str | None) -> LossInputs:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from rl_jax.algorithms import options
 from rl_jax.algorithms.advantages import group_rewards, trains_scored
-from rl_jax.algorithms.algorithm import LossInputs, Sums
+from rl_jax.algorithms.algorithm import Base, LossInputs, Sums
 from rl_jax.algorithms.token_losses import reinforce
 from rl_jax.metrics import Metric
 from rl_jax.settings import AlgorithmSettings
@@ -134,7 +134,7 @@ def pairs_of(
     return pairs
 
 
-class PairAlgorithm:
+class PairAlgorithm(Base):
     """Base of dpo and rm: in each group the best-rewarded trajectory is preferred to the worst.
 
     The pair's slope stands on its members' trained tokens as advantages. The other members get 0, and the factor

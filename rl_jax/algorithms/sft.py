@@ -12,13 +12,13 @@ import numpy as np
 
 from rl_jax.algorithms import options
 from rl_jax.algorithms.advantages import is_closed, spread
-from rl_jax.algorithms.algorithm import LossInputs, Sums
+from rl_jax.algorithms.algorithm import Base, LossInputs, Sums
 from rl_jax.metrics import Metric
 from rl_jax.settings import AlgorithmSettings
 from rl_jax.types import Group, Trajectory
 
 
-class Sft:
+class Sft(Base):
     samples = False
     measured, loss_name = frozenset({"old_logprobs"}), "sft/loss"
 

@@ -185,24 +185,20 @@ def near_old(
     return x.mask & ~jnp.where(positive, up, down)
 
 
-def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> TokenLoss:
-    """-A r, plus coef |log r| on the share of tokens (at least one) whose advantage and log-prob covary most.
+def kl_cov(x: LossInputs, *, coef: float = 1.0) -> TokenLoss:
+    """-A r, plus coef |log r| on the selected tokens: those whose advantage and log-prob covary most (covariance.py).
 
-    cov = (A - mean A)(log p - mean log p), over all tokens of x: the only loss here that reads the whole batch, so it
-    must be given whole and not in microbatches; no named algorithm uses it.
+    Raises: ValueError without x.selected.
     Source:  arXiv:2505.22617 (KL-Cov).
     """
-    mask, num_tokens = x.mask, jnp.maximum(x.mask.sum(), 1)
-    advantages = jnp.where(mask, x.advantages, 0.0)
-    fixed = jax.lax.stop_gradient(jnp.where(mask, x.logprobs, 0.0))
-    covariance = (advantages - advantages.sum() / num_tokens) * (fixed - fixed.sum() / num_tokens)
-    order = jnp.argsort(jnp.where(mask, -covariance, jnp.inf).reshape(-1), stable=True)
-    rank = jnp.argsort(order).reshape(mask.shape)
-    num_selected = jnp.maximum(jnp.floor(share * num_tokens), 1)
-    selected = mask & (rank < num_selected)
-    d = log_ratio(x.logprobs, x.old, mask)
-    pull = jnp.abs(difference(x.logprobs, x.old, mask))
-    loss = -advantages * jnp.exp(d) + coef * jnp.where(selected, pull, 0.0)
+    if x.selected is None:
+        raise ValueError(
+            "kl_cov needs to be told the selected tokens: covariance.py finds them in the batch"
+        )
+    selected = x.mask & (x.selected > 0)
+    advantages = jnp.where(x.mask, x.advantages, 0.0)
+    pull = jnp.where(selected, jnp.abs(difference(x.logprobs, x.old, x.mask)), 0.0)
+    loss = -advantages * jnp.exp(log_ratio(x.logprobs, x.old, x.mask)) + coef * pull
     return TokenLoss(loss, {"selected": selected})
 
 

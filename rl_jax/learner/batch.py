@@ -156,7 +156,8 @@ def with_advantages(
 
     Trajectories that `algorithm.trains` refuses (unscored, overlong under the filter) leave
     targets_mask before anything is counted. extras are what learner.score returned, f32[B, T] each;
-    the algorithm sees them per trajectory. Where they hold a critic's values, its "returns" join them.
+    the algorithm sees them per trajectory. Where they hold a critic's values, its "returns" join them, and so does what
+    else the algorithm's token_loss reads of the host.
 
     Raises: ValueError if the algorithm's advantages do not pair with the trajectories, or are not finite where trained.
     """
@@ -170,9 +171,14 @@ def with_advantages(
     advantages, state = algorithm.advantages(groups, per_member, state)
     trains = [bool(algorithm.trains(member)) for member in members]
     _check_advantages(advantages, members, trains)
+    for name, arrays in algorithm.token_inputs(groups, advantages, per_member, state).items():
+        extras[name] = batch.place(arrays, np.float32)
 
     group_of = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
-    counts = np.array([members[i].num_trained * trains[i] for i in batch.trajectory_ids], np.int64)
+    counted = algorithm.counted(groups, advantages, per_member)
+    if counted is None:
+        counted = [member.loss_mask for member in members]
+    counts = np.array([counted[i].sum() * trains[i] for i in batch.trajectory_ids], np.int64)
     weights = np.zeros(len(members), np.float64)
     weights[batch.trajectory_ids] = sequence_weights(
         counts,

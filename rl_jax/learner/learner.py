@@ -6,7 +6,7 @@ on packing or on microbatches beyond float32 summation order.
 Must not: average over devices or microbatches.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,13 @@ from rl_jax.learner.rows import Rows
 from rl_jax.learner.scorer import Scorer
 from rl_jax.learner.step import make_step
 from rl_jax.learner.trained import TrainedModel
+from rl_jax.lowering import Program
 from rl_jax.mesh import RulesLike
 from rl_jax.metrics import Metric
 from rl_jax.models.model import Model
 from rl_jax.settings import LearnerSettings
+
+SQUARES = "sum_squares"  # what score() gives beside the log-probs
 
 
 class Learner(TrainedModel):
@@ -68,6 +71,9 @@ class Learner(TrainedModel):
             lambda counts: jax.tree.map(lambda n: n + 1, counts), out_shardings=rows.replicated
         )
         self.scorer = Scorer(rows, forward)
+        # Log-probs at half the temperature: log p = z - lse(z), so with theirs, 2z - lse(2z), the sum of squares is
+        # exp(lse(2z) - 2 lse(z)) = exp(2 log p - theirs).
+        self._sharp_scorer = Scorer(rows, rows.log_probs(temperature / 2))
 
     def step(self, batch: Batch, version: int = 0) -> dict[str, Metric]:
         """One optimizer step on the whole batch, which version `version` consumes; blocks until it is done.
@@ -88,15 +94,30 @@ class Learner(TrainedModel):
     def score(self, batch: Batch, needs: Iterable[str]) -> dict[str, np.ndarray]:
         """The extras an algorithm needs, f32[B, T] each, 0 where not trained.
 
-        old_logprobs: log-probs of the current weights. With needs empty nothing is computed.
+        old_logprobs: log-probs of the current weights. sum_squares: the sum of the squared probabilities of all tokens
+        that could have stood there. With needs empty nothing is computed.
         Raises: ValueError for a name this learner cannot compute.
         """
         needs = set(needs)
-        if unknown := sorted(needs - {self.gives}):
+        if unknown := sorted(needs - {self.gives, SQUARES}):
             raise ValueError(
-                f"the algorithm needs {', '.join(unknown)}; this learner computes {self.gives}"
+                f"the algorithm needs {', '.join(unknown)}; this learner computes {self.gives} and {SQUARES}"
             )
-        return {self.gives: self.scorer(self.params, batch)} if needs else {}
+        if not needs:
+            return {}
+        logprobs = self.scorer(self.params, batch)
+        out = {self.gives: logprobs}
+        if SQUARES in needs:
+            sharp = self._sharp_scorer(self.params, batch)
+            out[SQUARES] = np.where(batch.targets_mask, np.exp(2 * logprobs - sharp), 0)
+        return {name: out[name] for name in needs}
+
+    def lower(self, batch: Batch) -> Iterator[Program]:
+        """As TrainedModel.lower."""
+        if SQUARES in batch.extras:
+            params = self.abstract_state().params
+            yield self._sharp_scorer.lower(f"policy's {SQUARES}", params, batch)
+        yield from super().lower(batch)
 
     def hold(self) -> None:
         """Let a batch pass without an update, as a skipped one does: the schedule stands still, the version goes on."""

@@ -4,6 +4,7 @@
 harness differentiates sum(weights * loss) by `variable`. A missing parameter takes the default that stands here.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from rl_jax.algorithms import correction, distill, kl
 from rl_jax.algorithms import sequence_losses as sequence
 from rl_jax.algorithms import token_losses as losses
 from rl_jax.algorithms.algorithm import LossInputs
+from rl_jax.algorithms.covariance import most_covarying
 from rl_jax.algorithms.entropy import entropy_loss
 from rl_jax.algorithms.token_losses import TokenLoss
 from rl_jax.algorithms.value import value_loss
@@ -92,6 +94,13 @@ def entropy(a: Arrays, p: Params) -> TokenLoss:
     _, values = token_logprobs(logits, targets, p.get("temperature", 1.0))
     values = jnp.where(a["mask"], values, 0.0)
     return TokenLoss(entropy_loss(values, a["mask"], p.get("coef", 0.0)), {"entropy": values})
+
+
+def kl_cov(a: Arrays, p: Params) -> TokenLoss:
+    fixed, share = jax.lax.stop_gradient(a["logp"]), p.get("ratio", 2e-4)
+    selected = most_covarying(a["advantages"], fixed, a["mask"], share, xp=jnp)
+    x = replace(inputs_of(a), selected=selected.astype(a["logp"].dtype))
+    return losses.kl_cov(x, **chosen(p, coef="coef"))
 
 
 def kl_loss(a: Arrays, p: Params) -> TokenLoss:
@@ -202,7 +211,7 @@ LOSSES: dict[str, LossOp] = {
         lambda a, p: losses.kimi_token(inputs_of(a), **chosen(p, tau="tau")), outputs=TOKEN
     ),
     "loss.kl_cov": LossOp(
-        lambda a, p: losses.kl_cov(inputs_of(a), **chosen(p, share="ratio", coef="coef")),
+        kl_cov,
         outputs={**TOKEN, "selected": ("token", "selected")},
     ),
     "loss.opd_pg": LossOp(

@@ -17,19 +17,22 @@ from rl_jax.types import Outcome
 
 KNOWN_NEEDS = {
     "old_logprobs",
+    "sum_squares",
     "reference_logprobs",
     "teacher_logprobs",
     "values",
     "rewards",
     "routes",
 }
-UNBOUNDED = {"kimi"}  # a square pull, no ratio: nothing is clamped
+UNBOUNDED = {"kimi", "kl_cov"}  # a pull beside the ratio, which nothing clamps
 # The gradient goes through a ratio, which is clamped; elsewhere through log p.
 THROUGH_RATIO = {"grpo", "dr_grpo", "rloo", "opo", "maxrl", "ppo", "reinforce_pp", "reinforce_pp_baseline", "gspo",
-                 "turn_ppo", "gmpo", "sapo", "decoupled_ppo", "gigpo", "turn_reinforce"}  # fmt: skip
+                 "turn_ppo", "gmpo", "sapo", "decoupled_ppo", "gigpo", "turn_reinforce", "grpo_passk", "gdpo", "otb",
+                 "clip_cov"}  # fmt: skip
 NO_REWARD = {"sft", "opd"}
 SEQUENCE = {"grpo", "dr_grpo", "rloo", "opo", "maxrl", "gspo", "turn_ppo", "cispo", "aipo", "gmpo", "sapo", "dppo",
-            "kimi", "vespo", "topr", "decoupled_ppo", "dpo", "sft"}  # one advantage a sequence  # fmt: skip
+            "kimi", "vespo", "topr", "decoupled_ppo", "dpo", "sft", "grpo_passk",
+            "gdpo", "kl_cov"}  # one advantage a sequence  # fmt: skip
 
 
 def make(name, **options):
@@ -48,6 +51,7 @@ def extras_of(groups):
     members = [t for group in groups for t in group.trajectories]
     return {
         "old_logprobs": [t.logprobs * np.float32(0.9) for t in members],
+        "sum_squares": [np.exp(t.logprobs) * np.float32(0.9) for t in members],
         "reference_logprobs": [t.logprobs * np.float32(1.1) for t in members],
         "teacher_logprobs": [t.logprobs * np.float32(0.8) for t in members],
         "values": [np.where(t.loss_mask, t.logprobs, 0) for t in members],
@@ -88,6 +92,7 @@ def some_inputs(seed=0, shape=(3, 6), **changes):
         reference_logprobs=logprobs + draw(0.3),
         teacher_logprobs=logprobs + draw(0.3),
         lag=mask.astype(np.int32),
+        selected=(mask & (np.arange(shape[1]) % 2 == 0)).astype(np.float32),
     )
     return replace(x, **changes)
 
@@ -129,7 +134,7 @@ def test_what_stands_off_the_mask_changes_nothing(algorithm):
     for junk in (np.nan, np.inf, -np.inf):
         fields = (
             "logprobs", "entropy", "behaviour_logprobs", "advantages", "old_logprobs", "reference_logprobs",
-            "teacher_logprobs",
+            "teacher_logprobs", "selected",
         )  # fmt: skip
         poisoned = {n: np.where(x.mask, getattr(x, n), np.float32(junk)) for n in fields}
         bad = replace(x, **poisoned)

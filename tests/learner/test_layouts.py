@@ -36,7 +36,7 @@ MODEL = ModelSettings(
 )
 SETTINGS = LearnerSettings(row_tokens=ROW, microbatch_rows=NUM, logprob_chunk=NUM * ROW)
 FAST = {"xla_backend_optimization_level": 0}
-PER_ALGORITHM = ("advantages", "loss_weights")
+PER_ALGORITHM = ("advantages", "loss_weights", "selected")
 NAMES = tuple(ALGORITHMS)
 
 
@@ -90,7 +90,7 @@ def batches(is_packed: bool) -> tuple[Batch, ...]:
         name: batch.place([t.logprobs * np.float32(scale) for t in members], np.float32)
         for name, scale in (
             ("old_logprobs", 0.95), ("reference_logprobs", 1.1), ("teacher_logprobs", 0.8), ("values", 0.1),
-            ("rewards", 0.3),
+            ("rewards", 0.3), ("sum_squares", -0.01), ("selected", 0.0),
         )
     }  # fmt: skip
     out = [with_advantages(batch, groups(), extras, a, None, a.settings)[0] for a in algorithms()]
@@ -118,7 +118,7 @@ def device_form(batch: Batch):
 def cotangents(logprobs, entropy, values, batch, own):
     """d loss / d (log-probs, entropies) of each algorithm, [A, M, R, K] each; d loss / d values of the critic."""
 
-    def of(algorithm, advantages, loss_weights):
+    def of(algorithm, mine):
         def one(micro):
             logp, ent, micro = micro
 
@@ -128,8 +128,7 @@ def cotangents(logprobs, entropy, values, batch, own):
 
             return jax.grad(loss, argnums=(0, 1))(logp, ent)
 
-        mine = batch | {"advantages": advantages, "loss_weights": loss_weights}
-        return jax.lax.map(one, (logprobs, entropy, mine))
+        return jax.lax.map(one, (logprobs, entropy, batch | mine))
 
     def squared(values):
         mask, weights = batch["target_mask"], own["loss_weights"][NAMES.index("ppo")]
@@ -137,7 +136,7 @@ def cotangents(logprobs, entropy, values, batch, own):
         return jnp.where(mask, weights * loss, 0.0).sum()
 
     found = [
-        of(algorithm, own["advantages"][i], own["loss_weights"][i])
+        of(algorithm, {name: array[i] for name, array in own.items()})
         for i, algorithm in enumerate(algorithms())
     ]
     return *(jnp.stack(c) for c in zip(*found)), jax.grad(squared)(values)

@@ -208,13 +208,16 @@ def test_order_of_arrival_changes_nothing(learner, model_and_params):
 
 
 def test_scored_logprobs_are_those_of_the_tempered_distribution(learner, model_and_params):
-    """L7: with the same weights trainer and sampler agree, at the temperature of sampling."""
+    """L7: with the same weights trainer and sampler agree, at the temperature of sampling; so do sums of squares."""
     model, params = model_and_params
     groups = some_groups()
     batch = pack(groups, learner.settings)
-    scored = learner.score(batch, {"old_logprobs"})["old_logprobs"]
-    assert scored.dtype == np.float32 and scored.shape == batch.tokens.shape
-    assert not scored[~batch.targets_mask].any()
+    found = learner.score(batch, {"old_logprobs", "sum_squares"})
+    scored, squares = found["old_logprobs"], found["sum_squares"]
+    for array in (scored, squares):
+        assert array.dtype == np.float32 and array.shape == batch.tokens.shape
+        assert not array[~batch.targets_mask].any()
+    squares = batch.gather(squares, sum(len(g.trajectories) for g in groups))
     members = [t for group in groups for t in group.trajectories]
 
     @jax.jit
@@ -226,7 +229,8 @@ def test_scored_logprobs_are_those_of_the_tempered_distribution(learner, model_a
         )
         return jax.nn.log_softmax(model.logits(params, hidden)[0] / TEMPERATURE)
 
-    for member, values in zip(members, batch.gather(scored, len(members)), strict=True):
+    each = zip(members, batch.gather(scored, len(members)), squares, strict=True)
+    for member, values, sums in each:
         if not len(values):
             continue
         n = len(member.tokens)
@@ -234,6 +238,8 @@ def test_scored_logprobs_are_those_of_the_tempered_distribution(learner, model_a
         columns = np.flatnonzero(member.loss_mask)
         want = np.asarray(logprobs)[columns - 1, member.tokens[columns]]
         np.testing.assert_allclose(values[columns], want, atol=1e-5)
+        want = np.square(np.exp(np.asarray(logprobs)))[columns - 1].sum(-1)
+        np.testing.assert_allclose(sums[columns], want, rtol=1e-4)
 
 
 def test_a_sampler_with_the_same_weights_shows_no_mismatch(learner):
