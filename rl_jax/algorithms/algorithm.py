@@ -114,10 +114,12 @@ class Algorithm(Protocol):
 class Base:
     """What most algorithms say of the parts of the protocol that few have."""
 
-    def counted(self, groups: Sequence[Group], advantages, extras: Mapping[str, Any]):
+    def counted(self, groups: Sequence[Group], advantages, extras) -> Sequence[np.ndarray] | None:
         return None
 
-    def token_inputs(self, groups: Sequence[Group], advantages, extras: Mapping[str, Any], state):
+    def token_inputs(
+        self, groups: Sequence[Group], advantages, extras, state
+    ) -> Mapping[str, Sequence[np.ndarray]]:
         return {}
 
     def learned(self, state: Any, metrics: Mapping[str, Metric]) -> Any:
