@@ -1,4 +1,4 @@
-"""The critic, the reference and the teacher of a job: made only where its algorithm needs them.
+"""The critic, the reference, the teacher and the reward model of a job: made only where its algorithm needs them.
 
 A role that nothing needs costs nothing: no weights, no mesh of its own, no program. What a role starts from never
 changes under a run: the critic starts from the policy's trunk and is then a part of every checkpoint; a role given by
@@ -34,7 +34,7 @@ from rl_jax.mesh import Meshes, MeshPlan
 from rl_jax.models import MODELS
 from rl_jax.models.value import value_model
 from rl_jax.resume import step_of
-from rl_jax.role_source import NEEDED_ROLE, RoleSource, find_source
+from rl_jax.role_source import GIVEN, NEEDED_ROLE, REWARD_MODEL, RoleSource, find_source
 from rl_jax.settings import ModelSettings, Settings
 
 TRAINING = ("train", "train_only")  # modes in which a role computes anything
@@ -119,7 +119,7 @@ def open_roles(job: Setting, roles: Roles, source: Path | None) -> None:
     if roles.critic is not None and not roles.critic.has_weights:
         roles.critic.start(roles.policy.params)
         job.note("critic: starts from the policy's trunk, its values from 0")
-    for where in (REFERENCE, "teacher"):
+    for where in (REFERENCE, *GIVEN):
         if where not in needed:
             continue
         if where == REFERENCE and keeps:
@@ -136,7 +136,7 @@ def lower_frozen(job: Setting, policy: Learner, batch: Batch) -> Iterator[Progra
     Raises: LoweringError.
     """
     needed = {NEEDED_ROLE[need]: need for need in policy.algorithm.needs}
-    for where in (REFERENCE, "teacher"):
+    for where in (REFERENCE, *GIVEN):
         if where not in needed:
             continue
         path, model = getattr(job.settings, where).checkpoint, job.settings.model
@@ -151,15 +151,17 @@ def lower_frozen(job: Setting, policy: Learner, batch: Batch) -> Iterator[Progra
 def _scorer(job: Setting, policy: Learner, where: str, settings: ModelSettings) -> Scorer:
     """Of a role's model on its mesh: the learner's own program where model and mesh are the learner's."""
     pool, same_model = getattr(job.settings, where).pool, settings == job.settings.model
-    if not pool and same_model:
+    is_reward = where == REWARD_MODEL
+    if not pool and same_model and not is_reward:
         return policy.scorer
-    model = policy.model
-    if not same_model:
-        size = settings.vocab_size or model.vocab_size
-        model = job.resolve(settings.family, MODELS)(settings, size)
+    build, size = job.resolve(settings.family, MODELS), settings.vocab_size or policy.model.vocab_size
+    if is_reward:
+        model = value_model(build, settings, size)
+    else:
+        model = policy.model if same_model else build(settings, size)
     rules, mesh = job.plan.role(pool, settings).rules, job.meshes.roles[pool]
     rows = Rows(model, mesh, rules, job.settings.learner, max_rows=job.max_rows)
-    return Scorer(rows, rows.log_probs(job.temperature))
+    return Scorer(rows, rows.values(lookback=0) if is_reward else rows.log_probs(job.temperature))
 
 
 def _frozen(job: Setting, policy: Learner, where: str, source: RoleSource) -> FrozenPolicy:

@@ -96,7 +96,8 @@ def _learners(setting: Setting, model: Model) -> Iterator[Program]:
     support = 0 if setting.reads else s.rollout.top_k
     with tracing("policy step"):
         policy = make_trained(setting, model, algorithm)
-        batch = empty_batch(s.learner, algorithm.needs, support)
+        told = algorithm.token_inputs((), (), dict.fromkeys(algorithm.needs, ()), None)
+        batch = empty_batch(s.learner, {*algorithm.needs, *told}, support)
     with tracing("critic step"):
         roles = make_roles(setting, policy)
     yield from roles.lower(batch)

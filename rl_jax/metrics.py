@@ -32,6 +32,7 @@ METRICS = {
     "filter/batches": "groups completed for the batch, in batches: rounds of dynamic sampling",
     "reward/mean_all": "reward of all trajectories completed since the batch before, what was not selected included",
     "reward/success_all": "of them, the share whose reward is 1",
+    "reward/model": "the reward model's score of a trained trajectory, before algorithm.reward_model_coef",
     "reward/zero_std_groups": "share of groups whose rewards are all equal (no gradient from them)",
     "eval/success": "share of evaluation episodes whose reward is 1",
     "eval/episodes": "evaluation episodes that were scored",

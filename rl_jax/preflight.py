@@ -19,7 +19,7 @@ from rl_jax.config import ConfigError
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
-from rl_jax.role_source import NEEDED_ROLE, find_source, vocabulary_error
+from rl_jax.role_source import GIVEN, NEEDED_ROLE, find_source, vocabulary_error
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.episode import Episode, EpisodeRules
 from rl_jax.rollout.scheduler import SCHEDULERS
@@ -92,8 +92,8 @@ def _role_errors(settings: Settings, algorithm: Any, vocab_size: int) -> list[st
         errors.append(f"algorithm.name={name} needs values but has no targets() to train a critic")
     for where in sorted({NEEDED_ROLE[need] for need in needs & NEEDED_ROLE.keys()}):
         path = getattr(getattr(settings, where, None), "checkpoint", "")
-        if where == "teacher" and not path:
-            errors.append(f"algorithm.name={name} needs a teacher; set teacher.checkpoint")
+        if where in GIVEN and not path:
+            errors.append(f"algorithm.name={name} needs a {GIVEN[where]}; set {where}.checkpoint")
         elif path:
             try:
                 source = find_source(where, path, settings.model)

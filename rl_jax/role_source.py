@@ -1,8 +1,8 @@
 """Which checkpoint a frozen role scores with, of which model, and what is wrong with the roles of a config.
 
-A role (reference, teacher) is named by a path; its model is that of the run which wrote the checkpoint (config.json
-beside it), so a teacher may be larger than its student. Roles score the policy's tokens: the tokenizer must be the
-same.
+A role (reference, teacher, reward model) is named by a path; its model is that of the run which wrote the checkpoint
+(config.json beside it), so a teacher may be larger than its student. Roles score the policy's tokens: the tokenizer
+must be the same.
 Must not: import jax, or open a checkpoint (build_roles.py).
 """
 
@@ -24,8 +24,12 @@ NEEDED_ROLE = {
     "rewards": "",
     "reference_logprobs": "reference",
     "teacher_logprobs": "teacher",
+    "reward_scores": "reward_model",
     "values": "critic",
 }
+
+REWARD_MODEL = "reward_model"
+GIVEN = {"teacher": "teacher", REWARD_MODEL: "reward model"}  # roles that always come by a path
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class RoleSource:
 def find_source(where: str, path: str, policy: ModelSettings) -> RoleSource:
     """The checkpoint that `where`.checkpoint=path means. policy: the model settings where none are beside it.
 
-    Raises: ValueError, one line, if there is none, or it is of another tokenizer.
+    Raises: ValueError, one line, if there is none, or it is of another tokenizer, or of another kind than the role.
     """
     key = f"{where}.checkpoint={path}"
     checkpoint = checkpoint_of(Path(path))
@@ -46,17 +50,26 @@ def find_source(where: str, path: str, policy: ModelSettings) -> RoleSource:
             f"{key} has no checkpoint; give a run directory that saved one, or its checkpoints/step_N"
         )
     model, config = policy, checkpoint.absolute().parent.parent / CONFIG
+    trained_by = ""
     if config.exists():
         errors: list[str] = []
         try:
             stored = json.loads(config.read_text(encoding="utf-8"))
             model = schema.build(ModelSettings, stored["model"], "model", errors)
+            trained_by = stored["algorithm"]["name"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             errors.append(f"{type(error).__name__}: {error}")
         if errors:
             raise ValueError(
                 f"{key}: {config} cannot be read: {errors[0]}; give another checkpoint"
             )
+    if trained_by and (trained_by == "rm") != (where == REWARD_MODEL):
+        raise ValueError(
+            f"{key} is a reward model (algorithm rm), which has no log-probs; give the checkpoint of a policy"
+            if trained_by == "rm"
+            else f"{key} was trained by {trained_by}, not by rm, and has no score to give; train a reward model with"
+            " algorithm.name=rm on pairs"
+        )
     if model.tokenizer != policy.tokenizer:
         raise ValueError(
             f"{key} has model.tokenizer={model.tokenizer}, the policy {policy.tokenizer}: it could not read the"
@@ -91,6 +104,7 @@ def role_errors(s: Settings) -> Iterator[str]:
         ("critic", s.critic, CriticSettings()),
         ("reference", s.reference, FrozenSettings()),
         ("teacher", s.teacher, FrozenSettings()),
+        ("reward_model", s.reward_model, FrozenSettings()),
     ):
         if where not in needed and is_ours:  # a plugin tells its needs when it is loaded
             for name, value in vars(role).items():
@@ -110,8 +124,8 @@ def role_errors(s: Settings) -> Iterator[str]:
             yield from _place_errors(s, where)
     for pool in sorted(set(pools) - used):
         yield (
-            f"mesh pool {pool} is of kind role and no role is on it; set critic.pool, reference.pool or"
-            f" teacher.pool to {pool}, or drop the pool"
+            f"mesh pool {pool} is of kind role and no role is on it; set critic.pool, reference.pool, teacher.pool or"
+            f" reward_model.pool to {pool}, or drop the pool"
         )
     if "critic" in needed:
         yield from _critic(s)
@@ -120,9 +134,10 @@ def role_errors(s: Settings) -> Iterator[str]:
 def _place_errors(s: Settings, where: str) -> Iterator[str]:
     """A needed role whose pool exists: has it weights, and do they lie there?"""
     role, model = getattr(s, where), s.model
-    if where == "teacher" and not role.checkpoint:
-        cause, _ = options.needed_by(s.algorithm, "teacher_logprobs")
-        yield f"{cause} needs a teacher; set teacher.checkpoint to a run directory or its checkpoints/step_N"
+    if where in GIVEN and not role.checkpoint:
+        need = next(need for need, of in NEEDED_ROLE.items() if of == where)
+        cause, _ = options.needed_by(s.algorithm, need)
+        yield f"{cause} needs a {GIVEN[where]}; set {where}.checkpoint to a run directory or its checkpoints/step_N"
         return
     if where != "critic" and role.checkpoint:
         try:
@@ -169,5 +184,7 @@ def _who_needs(where: str) -> str:
     """ " (PPO does)" and the like."""
     if where == "reference":
         return " (algorithm.kl.coef above 0 does, and dpo)"
+    if where == REWARD_MODEL:
+        return " (algorithm.reward_model_coef above 0 does)"
     names = [n for n, e in ALGORITHMS.items() if where in {NEEDED_ROLE.get(x) for x in e.needs}]
     return f" ({', '.join(names)} does)"

@@ -242,6 +242,8 @@ class AlgorithmSettings:
     cov_high: float | None = None
     # gdpo: part of the reward -> its weight; none named = the reward as a whole
     reward_weights: Mapping[str, float] | None = None
+    # weight of the reward model's score of an episode, beside the task's reward; 0 = off, and none in memory
+    reward_model_coef: float = 0.0
     entropy_coef: float = 0.0
     max_response_tokens: int = 0  # the constant L of seq-mean-token-sum-norm; 0 = engine.context
     overlong_filter: bool = False  # truncated trajectories get an empty loss mask
@@ -314,7 +316,8 @@ class CriticSettings:
 
 @dataclass(frozen=True)
 class FrozenSettings:
-    """A policy that scores and is not trained; it is held only where the algorithm reads its log-probs."""
+    """A model that scores and is not trained, a policy or (reward_model) what algorithm rm trained; it is held only
+    where the algorithm reads what it says."""
 
     # a run directory (its last checkpoint) or a checkpoints/step_N; its model is what its config.json says.
     # reference: "" = the policy that RL starts from
@@ -396,6 +399,7 @@ class Settings:
     critic: CriticSettings = CriticSettings()
     reference: FrozenSettings = FrozenSettings()
     teacher: FrozenSettings = FrozenSettings()
+    reward_model: FrozenSettings = FrozenSettings()
     weights: WeightSettings = WeightSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     eval: EvalSettings = EvalSettings()

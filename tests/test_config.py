@@ -526,6 +526,8 @@ def test_every_setting_has_a_rule():
         "reference.pool",
         "teacher.checkpoint",
         "teacher.pool",
+        "reward_model.checkpoint",
+        "reward_model.pool",
         "critic.pool",  # role_source.py
         "algorithm.reward_weights",  # options.py
     }

@@ -22,6 +22,7 @@ from rl_jax.settings import (
 PPO = Settings(algorithm=AlgorithmSettings(name="ppo"))
 KL = Settings(algorithm=AlgorithmSettings(kl=KlSettings(coef=0.1)))
 OPD = Settings(algorithm=AlgorithmSettings(name="opd"))
+SCORED = Settings(algorithm=AlgorithmSettings(reward_model_coef=0.5))
 POOLS = MeshSettings("apart", (PoolSettings(), PoolSettings("judge", "role", 2, axes={"fsdp": 2})))
 
 
@@ -73,6 +74,8 @@ def test_a_role_that_cannot_score_the_policys_tokens_is_refused(teacher):
         (replace(PPO, critic=CriticSettings(head_start=100)), "critic.head_start=100 leaves nothing of steps=100"),
         (replace(PPO, critic=CriticSettings(warmup_steps=201)), "critic.warmup_steps=201 is beyond the critic's 200"),
         (replace(PPO, critic=CriticSettings(updates=1, value_clip=0.5)), "has no effect while critic.updates is 1"),
+        (SCORED, "algorithm.reward_model_coef=0.5 needs a reward model; set reward_model.checkpoint"),
+        (replace(PPO, reward_model=FrozenSettings("x")), "needs a reward_model (algorithm.reward_model_coef above 0"),
         (replace(KL, critic=CriticSettings(head_start=3)), "critic.head_start=3 is not read: no option of algorithm"),
         (
             replace(
@@ -87,6 +90,17 @@ def test_roles_that_cannot_be_are_one_line(settings, line):
     errors = list(role_errors(settings))
     assert any(line in error for error in errors), errors
     assert len(errors) == 1
+
+
+def test_a_policy_gives_no_score_and_a_reward_model_no_log_probs(teacher):
+    (error,) = role_errors(replace(SCORED, reward_model=FrozenSettings(str(teacher))))
+    assert f"reward_model.checkpoint={teacher} was trained by grpo, not by rm" in error
+    stored = json.loads((teacher / "config.json").read_text())
+    stored["algorithm"]["name"] = "rm"
+    (teacher / "config.json").write_text(json.dumps(stored))
+    assert list(role_errors(replace(SCORED, reward_model=FrozenSettings(str(teacher))))) == []
+    (error,) = role_errors(replace(OPD, teacher=FrozenSettings(str(teacher))))
+    assert f"teacher.checkpoint={teacher} is a reward model" in error
 
 
 def test_a_teacher_that_does_not_fit_its_pool_is_refused_before_anything_is_built(teacher):

@@ -224,3 +224,8 @@ def test_pairs_are_told_apart_also_those_held_out(tmp_path, name, taught):
     assert held_out["preference/margin"]["last"] > 1.0
     if name == "rm":
         assert run(tmp_path / "rl", f"--resume={directory}", "--config.steps=0") == 3
+        words = [f"--resume={taught}", f"--config.reward_model.checkpoint={directory}",
+                 "--config.algorithm.reward_model_coef=0.5"]  # fmt: skip
+        assert run(tmp_path / "scored", *words, "--config.steps=1") == 0
+        (row,) = losses(tmp_path / "scored", "reward/model").values()
+        assert row != 0 and np.isfinite(row)

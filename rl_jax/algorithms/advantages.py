@@ -84,17 +84,26 @@ class Scored:
     @property
     def mask(self) -> np.ndarray:
         """bool[S, T] the trained tokens, padded to the longest member."""
-        return self.padded([m.loss_mask & t for m, t in zip(self.members, self.trained)])
+        return self.padded([m.loss_mask & t for m, t in zip(self.members, self.trained)]) != 0
 
     def token_rewards(self, mask: np.ndarray | None = None) -> np.ndarray:
         """f64[S, T]: the reward on the last token of the mask (None = trained), and the penalties."""
         scores = on_last_token(self.rewards, self.mask if mask is None else mask)
         return scores if self.penalties is None else scores + self.padded(self.penalties)
 
+    def at_end(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """f64[S]: of one array a member its value at the last sampled token, 0 where nothing is sampled."""
+        out = np.zeros(len(self.members), np.float64)
+        for i, (member, array) in enumerate(zip(self.members, arrays, strict=True)):
+            if len(array) and member.loss_mask.any():
+                out[i] = array[member.loss_mask][-1]
+        return out
+
     def padded(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """[S, T] of one array a member, zeros behind each."""
         width = max((len(m.tokens) for m in self.members), default=0)
-        return np.array([np.pad(a, (0, width - len(a))) for a in arrays]).reshape(-1, width)
+        rows = [np.pad(a, (0, width - len(a))) for a in arrays]
+        return np.array(rows).reshape(len(self.members), width)
 
     def unpadded(self, values: np.ndarray) -> list[np.ndarray]:
         """One f32[T] a member, 0 where nothing is sampled."""

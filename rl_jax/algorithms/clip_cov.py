@@ -37,5 +37,5 @@ class ClipCov(Grpo):
             return np.zeros(values.shape, bool)
         behaviour = scored.padded([member.logprobs for member in scored.members])
         d = np.where(scored.mask, policy - behaviour, 0.0)
-        up, down = np.log1p(s.clip_high), np.log1p(-s.clip_low)
+        up, down = np.log1p(s.clip_high or 0.0), np.log1p(-(s.clip_low or 0.0))
         return np.where(values > 0, d > up, (values < 0) & (d < down))

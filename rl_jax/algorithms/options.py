@@ -46,6 +46,7 @@ INTERVALS = {
     "cov_low": "(-inf, inf)",
     "cov_high": "(-inf, inf)",
     "entropy_coef": "[0, inf)",
+    "reward_model_coef": "[0, inf)",
     "max_response_tokens": "[0, inf)",
     "std_eps": "(0, inf)",
     "correction.low": "[0, inf)",
@@ -126,6 +127,8 @@ def needs(settings: AlgorithmSettings) -> frozenset[str]:
         out.add("old_logprobs")
     if settings.kl.coef:
         out.add("reference_logprobs")
+    if settings.reward_model_coef:
+        out.add("reward_scores")
     return frozenset(out)
 
 
@@ -144,6 +147,8 @@ def needed_by(settings: AlgorithmSettings, need: str) -> tuple[str, str]:
         return f"algorithm.name={settings.name}", "use an algorithm that does not need it"
     if need == "old_logprobs":
         return "algorithm.old_policy=recompute", "use one_update or behaviour"
+    if need == "reward_scores":
+        return f"algorithm.reward_model_coef={settings.reward_model_coef}", "set it to 0"
     return f"algorithm.kl.coef={settings.kl.coef}", "set it to 0"
 
 
@@ -212,6 +217,10 @@ def _unread(given: AlgorithmSettings, entry: Entry) -> Iterator[str]:
             )
     if not entry.policy:
         plain = AlgorithmSettings()
+        if given.reward_model_coef:
+            yield (
+                f"algorithm.reward_model_coef={given.reward_model_coef} is not read by {given.name}; leave it out"
+            )
         for section in ("correction", "kl", "entropy", "overlong", "filter"):
             own, default = getattr(given, section), getattr(plain, section)
             for name in vars(default):
@@ -338,7 +347,14 @@ def _entropy(s: AlgorithmSettings) -> Iterator[str]:
 
 
 def _rewards(s: AlgorithmSettings, group_size: int) -> Iterator[str]:
-    o, f = s.overlong, s.filter
+    o, f, model = s.overlong, s.filter, s.reward_model_coef
+    if model and s.name == "opd":
+        yield f"algorithm.reward_model_coef={model}: opd reads no reward; set it to 0"
+    if model and (f.best_of or f.min_reward is not None):
+        yield (
+            f"algorithm.reward_model_coef={model} needs every member scored, and filter.best_of and filter.min_reward"
+            " leave some out of the forward; leave them out"
+        )
     if (o.buffer or o.max_tokens) and not 0 < o.buffer < o.max_tokens:
         yield (
             f"algorithm.overlong.buffer={o.buffer} must be above 0 and below overlong.max_tokens={o.max_tokens}:"

@@ -2,11 +2,11 @@
 
 A named algorithm is a PolicyAlgorithm with `estimate` (host, once a step: rewards -> advantages) and `loss` (inside
 jit: a loss a token). Round these two stand, in this order, the options of AlgorithmSettings:
-1 `filter` drops groups, and members, by their task rewards, before any shaping (filters.py). 2 `overlong` and KL in the
-reward shape the rewards. 3 `estimate`, and what of `correction` reads a whole batch (batch_correction.py). 4 What a
-ratio is taken against, by `old_policy`. 5 `loss`. 6 `correction`: rejection, veto, age and OPSM on the raw mask, then
-importance weights; both multiply the loss, detached, and leave the denominators alone (unless correction.denominator
-says otherwise). 7 KL in the loss and the entropy bonus, on every trained token.
+1 `filter` drops groups, and members, by their task rewards, before any shaping (filters.py). 2 `overlong`, a reward
+model's score and KL in the reward shape the rewards. 3 `estimate`, and what of `correction` reads a whole batch
+(batch_correction.py). 4 What a ratio is taken against, by `old_policy`. 5 `loss`. 6 `correction`: rejection, veto, age
+and OPSM on the raw mask, then importance weights; both multiply the loss, detached, and leave the denominators alone
+(unless correction.denominator says otherwise). 7 KL in the loss and the entropy bonus, on every trained token.
 State, which a checkpoint keeps: {"kl_coef", "entropy_coef", "entropy"}, each where it adapts.
 
 Which old policy: `behaviour` is the policy that sampled: with one update a step a ratio to the policy at step start is
@@ -166,6 +166,9 @@ class PolicyAlgorithm(Base):
             rewards = rewards + np.where(valid, overlong_penalty(
                 lengths, max_length=s.overlong.max_tokens, buffer=s.overlong.buffer, factor=s.overlong.factor
             ), 0.0)  # fmt: skip
+        if s.reward_model_coef:
+            scores = s.reward_model_coef * scored.at_end(extras["reward_scores"])
+            rewards = rewards + np.where(valid, scores, 0.0)
         scored = replace(scored, rewards=rewards)
         if s.kl.coef and s.kl.where == "reward":
             coef = (state or {}).get("kl_coef", s.kl.coef)

@@ -85,6 +85,15 @@ class Batch:
             out[member] = array[row, start : start + length]
         return out
 
+    def at_end(self, array: np.ndarray) -> list[float]:
+        """Of each trajectory that trains, the value at its last trained token."""
+        out = []
+        for _, row, start, length in self.spans():
+            own = slice(start, start + length)
+            if (mask := self.targets_mask[row, own]).any():
+                out.append(float(array[row, own][mask][-1]))
+        return out
+
     def spans(self):
         """(member, row, start, length) of each packed trajectory."""
         columns = (self.trajectory_ids, self.rows, self.starts, self.seq_len)
@@ -134,8 +143,8 @@ def pack(
 
 
 def empty_batch(settings: LearnerSettings, needs: Iterable[str], support: int = 0) -> Batch:
-    """A batch without a row that has the extras which with_advantages leaves under these needs, and the support of
-    `support` ids a token: from it programs are lowered."""
+    """A batch without a row that has the extras which with_advantages leaves under these needs (and what the algorithm's
+    token_inputs are), and the support of `support` ids a token: from it programs are lowered."""
     batch = pack([], settings)
     shape = batch.tokens.shape  # [0, T]
     names = {*needs, *({"returns"} if "values" in needs else ())}

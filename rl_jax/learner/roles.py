@@ -30,7 +30,7 @@ class Roles:
     policy: Learner | RewardModel
     critic: Critic | None = None
     head_start: int = 0  # steps of the critic before the policy's first update
-    # "reference_logprobs" | "teacher_logprobs" -> who gives them
+    # "reference_logprobs" | "teacher_logprobs" | "reward_scores" -> who gives them
     frozen: dict[str, FrozenPolicy | Remembered] = field(default_factory=dict)
 
     @property

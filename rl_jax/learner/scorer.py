@@ -40,14 +40,14 @@ class Scorer:
 
 
 class FrozenPolicy:
-    """A policy that scores and never changes, a reference or a teacher; holds its weights in the compute dtype."""
+    """A model that scores and never changes, a reference, a teacher or a reward model; in the compute dtype."""
 
     def __init__(self, scorer: Scorer, params: Mapping[str, jax.Array]):
         """params: of the scorer's model; they are copied."""
         self._scorer, self._params = scorer, scorer.rows.cast(params)
 
     def score(self, batch: Batch) -> np.ndarray:
-        """Log-probs of the trained tokens at the temperature of sampling, f32[B, T]."""
+        """f32[B, T] of the trained tokens: log-probs at the temperature of sampling, or a reward model's scores."""
         return self._scorer(self._params, batch)
 
 

@@ -56,6 +56,7 @@ def extras_of(groups):
         "teacher_logprobs": [t.logprobs * np.float32(0.8) for t in members],
         "values": [np.where(t.loss_mask, t.logprobs, 0) for t in members],
         "rewards": [np.where(t.loss_mask, t.logprobs[-1], 0) for t in members],
+        "reward_scores": [np.where(t.loss_mask, t.logprobs, 0) for t in members],
     }
 
 

@@ -64,6 +64,9 @@ def test_needs_follow_the_options():
         ({"ratio_min": 1.0, "ratio_max": 1.0, "name": "cispo"}, "must be below ratio_max"),
         ({"name": "sft", "kl": KlSettings(coef=0.1)}, "kl.coef=0.1 is not read by sft"),
         ({"name": "opd", "kl": KlSettings(0.1, "reward", "k1")}, "opd reads no reward"),
+        ({"name": "opd", "reward_model_coef": 0.1}, "opd reads no reward"),
+        ({"name": "dpo", "reward_model_coef": 0.1}, "reward_model_coef=0.1 is not read by dpo"),
+        ({"reward_model_coef": 0.1, "filter": FilterSettings(best_of=2)}, "every member scored"),
         ({"kl": KlSettings(0.1, "loss", "k1")}, "expected gradient of 0"),
         ({"kl": KlSettings(0.1, "reward", "k3+")}, "use k1 or k3"),
         ({"kl": KlSettings(0.1, "loss", "k3", 0.5)}, "in the reward only"),
@@ -167,6 +170,29 @@ def test_kl_in_the_reward_reaches_groups_as_a_sum_and_tokens_as_it_is():
     for name in ("dr_grpo", "reinforce_pp", "turn_reinforce"):
         plain, penalised = (estimates(make(name, **o), groups) for o in ({}, {"kl": given}))
         assert any((a != b).any() for a, b in zip(plain, penalised))
+
+
+def test_a_reward_models_score_joins_the_reward_before_groups_are_compared():
+    """That of the last sampled token, whatever was said before it; what is unscored stays so."""
+    groups = some_groups()
+    members = [t for group in groups for t in group.trajectories]
+    algorithm = make("dr_grpo", reward_model_coef=0.5)
+    assert algorithm.needs == {"reward_scores"}
+    values = [
+        float(v.sum() / max(t.num_trained, 1))
+        for v, t in zip(estimates(algorithm, groups), members)
+    ]
+    scores = [t.logprobs[t.loss_mask][-1] for t in members]
+    rewards = [t.reward.value for t in members]
+    for group in range(len(groups)):
+        own = [i for i, t in enumerate(members) if t.index == group and rewards[i] is not None]
+        total = np.array([rewards[i] + 0.5 * scores[i] for i in own])
+        want = total - total.mean() if len(own) > 1 else 0 * total
+        assert [values[i] for i in own] == pytest.approx(list(want), abs=1e-5)
+    unscored = [v for v, r in zip(values, rewards) if r is None]
+    assert unscored == [0.0]
+    flat = make("dr_grpo", reward_model_coef=0.5, filter=FilterSettings(equal_rewards=True))
+    assert [uid for uid, _ in flat.select(groups)[1]] == ["r/0/1", "r/0/2"]  # by the task alone
 
 
 def test_kl_controller_lives_in_the_algorithms_state():

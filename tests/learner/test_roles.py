@@ -1,22 +1,25 @@
 """Critic, reference and teacher beside the policy: what they compute, what they cost, what a bad batch does to them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from rl_jax.algorithms.ppo import Ppo
+from rl_jax.algorithms.rm import Rm
 from rl_jax.learner.batch import empty_batch, pack, with_advantages
 from rl_jax.learner.critic import Critic
 from rl_jax.learner.learner import Learner
+from rl_jax.learner.reward_model import RewardModel
 from rl_jax.learner.roles import Roles
 from rl_jax.learner.rows import Rows
 from rl_jax.learner.scorer import FrozenPolicy, Scorer
 from rl_jax.learner.trained import NonFiniteError, state_bytes
 from rl_jax.mesh import TRAIN_RULES, make_mesh
 from rl_jax.models.decoder import build_model
-from rl_jax.models.value import value_model
+from rl_jax.models.value import BIAS, WEIGHT, value_model
 from rl_jax.settings import AlgorithmSettings, LearnerSettings
 from rl_jax.testing.tiny_model import TINY_VOCAB, tiny_model
 from rl_jax.testing.trajectories import fake_group
@@ -142,6 +145,30 @@ def test_frozen_policy_keeps_its_weights_while_the_learner_moves(learner, model_
     learner.step(with_advantages(batch, groups, extras, learner.algorithm, None, PPO)[0])
     np.testing.assert_array_equal(reference.score(batch), before)
     assert np.abs(learner.score(batch, {"old_logprobs"})["old_logprobs"] - before).max() > 1e-3
+
+
+def test_frozen_reward_model_says_what_it_said_in_training_on_this_mesh_and_another(
+    model_and_params,
+):
+    """Of whole rows, read at each trajectory's last sampled token; the policy's learner asks it by name."""
+    model = value_model(build_model, model_and_params[0].settings, TINY_VOCAB)
+    rm = RewardModel(model, ONE, TRAIN_RULES, Rm(AlgorithmSettings(name="rm")), SETTINGS, **SIZE)
+    head = np.linspace(-1, 1, 16, dtype=np.float32)
+    rm.reset({**model.from_policy(model_and_params[1]), WEIGHT: head, BIAS: np.float32(0.25)})
+    groups = groups_of()
+    batch = pack(groups, SETTINGS)
+    want = rm.score(batch, {"rewards"})["rewards"]
+    for mesh in (ONE, make_mesh({"data": 2}, jax.devices()[4:6])):
+        rows = Rows(model, mesh, TRAIN_RULES, SETTINGS, max_rows=8)
+        frozen = FrozenPolicy(Scorer(rows, rows.values(lookback=0)), rm.params)
+        roles = Roles(SimpleNamespace(score=lambda *_: {}), frozen={"reward_scores": frozen})
+        scored = roles.score(batch, {"reward_scores"})["reward_scores"]
+        np.testing.assert_allclose(scored, want, atol=1e-5)
+    ends = batch.at_end(want)
+    found = batch.gather(want, 6)
+    members = [t for g in groups for t in g.trajectories]
+    said = {i: found[i][members[i].loss_mask][-1] for i in batch.trajectory_ids.tolist()}
+    assert ends == pytest.approx(list(said.values())) and len(set(ends)) == 6
 
 
 # --- the critic ---
