@@ -154,7 +154,10 @@ def _scorer(job: Setting, policy: Learner, where: str, settings: ModelSettings) 
     is_reward = where == REWARD_MODEL
     if not pool and same_model and not is_reward:
         return policy.scorer
-    build, size = job.resolve(settings.family, MODELS), settings.vocab_size or policy.model.vocab_size
+    build, size = (
+        job.resolve(settings.family, MODELS),
+        settings.vocab_size or policy.model.vocab_size,
+    )
     if is_reward:
         model = value_model(build, settings, size)
     else:
