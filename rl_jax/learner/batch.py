@@ -143,8 +143,8 @@ def pack(
 
 
 def empty_batch(settings: LearnerSettings, needs: Iterable[str], support: int = 0) -> Batch:
-    """A batch without a row, from which programs are lowered: with the extras that with_advantages leaves under these
-    needs (and what the algorithm's token_inputs are), and the support of `support` ids a token."""
+    """A batch without a row that has the extras which with_advantages leaves under these needs (names of token_inputs
+    among them), and the support of `support` ids a token: from it programs are lowered."""
     batch = pack([], settings)
     shape = batch.tokens.shape  # [0, T]
     names = {*needs, *({"returns"} if "values" in needs else ())}

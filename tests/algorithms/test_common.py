@@ -224,6 +224,14 @@ def test_failed_members_are_left_out_and_never_train(algorithm):
             np.testing.assert_array_equal(got, want)
 
 
+def test_a_batch_without_episodes_has_the_inputs_of_any_other(algorithm):
+    """From it the dry run lowers the step's program."""
+    groups = some_groups()
+    told = algorithm.token_inputs(groups, estimates(algorithm, groups), extras_of(groups), None)
+    nothing = algorithm.token_inputs((), (), dict.fromkeys(extras_of(groups), ()), None)
+    assert nothing.keys() == told.keys() and not any(len(arrays) for arrays in nothing.values())
+
+
 def test_select_accounts_for_every_group(algorithm):
     groups = some_groups()
     kept, dropped = algorithm.select(groups)
