@@ -107,6 +107,44 @@ def test_every_sampled_token_of_a_trained_trajectory_trains_once():
     assert batch.loss_weights.sum() == pytest.approx(1.0)  # token-mean over all of them
 
 
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_tokens_that_branches_share_train_in_the_one_that_has_them_in_its_mask(owner):
+    """L14: three branches of one episode share 100 sampled tokens; whichever trains them, each token trains once.
+
+    Nothing here forks by itself: a record of a tree gives the shared tokens to one branch and leaves them, sampled and
+    with their versions, as context in the others. They must then weigh nothing there, in loss, counts and lengths.
+    """
+    shared = fake_group(0, [1.0], [PROMPT + 200]).trajectories[0]
+    root = PROMPT + 200
+    assert shared.num_trained == 100
+    rng = np.random.default_rng(0)
+    members = []
+    for i, num in enumerate((4, 9, 16)):
+        own = fake_group(0, [0.0, 1.0, 3.0], [root + num] * 3).trajectories[i]
+        tokens, mask = own.tokens.copy(), np.ones(len(own.tokens), bool)
+        tokens[:root] = shared.tokens
+        mask[:root] = shared.loss_mask & (i == owner)
+        sampled = np.concatenate([shared.loss_mask, np.ones(num, bool)])
+        logprobs = np.where(sampled, rng.normal(-5, 0.1, len(tokens)), 0).astype(np.float32)
+        versions = np.where(sampled, 0, -1).astype(np.int32)
+        members.append(
+            replace(own, tokens=tokens, loss_mask=mask, logprobs=logprobs, versions=versions)
+        )
+    group = replace(fake_group(0, [0.0], [8]), trajectories=tuple(members))
+    batch = batch_of([group], row_tokens=256)
+    unique = 100 + 4 + 9 + 16
+    assert batch.targets_mask.sum() == unique
+    assert batch.loss_weights[batch.targets_mask] == pytest.approx(1 / unique)
+    for i, mask in enumerate(batch.gather(batch.targets_mask, 3)):
+        assert mask[:root].sum() == (100 if i == owner else 0) and mask[root:].all()
+    device = microbatches(batch, 0, capacity=2, microbatch_rows=2, chunk=16)
+    assert device["target_mask"].sum() == unique
+    per_sequence = batch_of(
+        [group], replace(ALGORITHM, aggregation="seq-mean-token-sum"), row_tokens=256
+    )
+    assert per_sequence.loss_weights[batch.targets_mask] == pytest.approx(1 / 3)
+
+
 def test_failed_cancelled_and_empty_trajectories_take_no_row():
     group = fake_group(0, [1.0, 0.0, 1.0, 0.0], [8, 8, 8, PROMPT])
     members = list(group.trajectories)
