@@ -30,6 +30,7 @@ from ml_collections import ConfigDict
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from mesh_configs import gpu_2  # noqa: E402
 from rl_jax.config import default_config  # noqa: E402
 from rl_jax.tokens import ByteTokenizer  # noqa: E402
 
@@ -83,7 +84,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.eval.update(every=0, episodes=1)
     config.checkpoint.every = 0
     config.metrics.update(progress="plain", rollouts_every=0)
-    config.mesh = two_cards("cpu" if tiny else "")
+    config.mesh = gpu_2.get_config()
+    config.mesh.platform = "cpu" if tiny else ""
     config.tasks.sources = [
         ConfigDict(
             {
@@ -95,21 +97,6 @@ def get_config(arg: str = "") -> ConfigDict:
         )
     ]
     return config
-
-
-def two_cards(platform: str) -> ConfigDict:
-    pool = lambda kind: ConfigDict(
-        {"name": kind, "kind": kind, "devices": 1, "replicas": 1, "axes": {}}
-    )
-    return ConfigDict(
-        {
-            "name": "two_cards",
-            "platform": platform,
-            "pools": [pool("decode"), pool("train")],
-            "rules_train": (),
-            "rules_serve": (),
-        }
-    )
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ blocks are timed, and the compiled block may hold no second cache.
 import argparse
 import json
 import sys
-import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.train_step import QWEN_1_5B, SHAPES  # noqa: E402
+from benchmarks.served_model import begin, draw  # noqa: E402
 from rl_jax.settings import EngineSettings  # noqa: E402
 
 CONTEXT, LONGEST, SPREAD = (
@@ -50,26 +49,15 @@ PREDICTIONS = {
 
 def main() -> None:
     args = arguments()
-    if args.tiny:
-        from rl_jax.backend import simulate_cpu_devices
-
-        simulate_cpu_devices(1)
-    import jax
-
-    # A block is compiled twice, to be run and to be asked for its memory.
-    jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
-    from benchmarks.report import Report
-
-    report = Report(args.out, {} if args.tiny else PREDICTIONS)
-    shape = replace(SHAPES["tiny"] if args.tiny else QWEN_1_5B, param_dtype="bfloat16")
-    report.head["shape"] = {"model": "tiny" if args.tiny else "Qwen2.5-1.5B", "context": CONTEXT}
+    report, shape = begin(args.out, args.tiny, PREDICTIONS)
+    report.head["shape"] = {"model": report.head["shape"], "context": CONTEXT}
     rate = copy_rate(1 << (22 if args.tiny else 32))
     report.head["copy_gb_per_s"] = round(rate / 1e9, 1)
     profiles, params = {}, None
     for way in args.ways:
         for slots in (4, 8) if args.tiny else args.slots:
             engine = make_engine(shape, slots, way)
-            params = draw_params(engine) if params is None else params
+            params = params or draw(engine.served, engine.served_shardings)
             name = f"{slots} slots" + ("" if way == "engine" else f", {way}")
             found = measure(engine, params, name, args.profile is not None)
             profiles[name] = found.pop("profile", None)
@@ -126,23 +114,6 @@ def make_engine(shape, slots: int, way: str):
         engine._compile()
     kernels.decode_rows.MOST_ROWS = 0 if way == "XLA products" else 128
     return engine
-
-
-def draw_params(engine) -> dict:
-    """Random packed weights, made by a small program a shape."""
-    import jax
-
-    draw, params = {}, {}
-    for i, (name, place) in enumerate(engine.served_shardings.items()):
-        mean, std = engine.served.initial[name]
-        shape = engine.served.abstract[name].shape
-        key = (shape, mean, std)
-        if key not in draw:
-            fill = lambda k, m=mean, s=std, n=shape: m + s * jax.random.normal(k, n)
-            cast = lambda k, fill=fill: fill(k).astype(engine.dtype)
-            draw[key] = jax.jit(cast, out_shardings=place)
-        params[name] = draw[key](jax.random.fold_in(jax.random.key(0), i))
-    return params
 
 
 def armed_state(engine):

@@ -18,15 +18,14 @@ over the cache.
 import argparse
 import json
 import sys
-import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.train_step import QWEN_1_5B, SHAPES  # noqa: E402
+from benchmarks.served_model import begin, draw  # noqa: E402
+from benchmarks.train_step import matmul_rate  # noqa: E402
 from rl_jax.settings import EngineSettings  # noqa: E402
 
 PROMPTS, MEAN, SPREAD, CONTEXT = 256, 960, 128, 1152
@@ -49,26 +48,13 @@ PREDICTIONS = {
 
 def main() -> None:
     args = arguments()
-    if args.tiny:
-        from rl_jax.backend import simulate_cpu_devices
-
-        simulate_cpu_devices(1)
-    import jax
-
-    jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
-    from benchmarks.decode import draw_params
-    from benchmarks.report import Report
-    from benchmarks.train_step import matmul_rate
-
-    report = Report(args.out, {} if args.tiny else PREDICTIONS)
-    shape = replace(SHAPES["tiny"] if args.tiny else QWEN_1_5B, param_dtype="bfloat16")
-    report.head["shape"] = "tiny" if args.tiny else "Qwen2.5-1.5B"
+    report, shape = begin(args.out, args.tiny, PREDICTIONS)
     rate = matmul_rate(256 if args.tiny else 8192)
     report.head["matmul_tflops"] = round(rate / 1e12, 1)
     profiles, params = {}, None
     for way in args.ways:
         engine = make_engine(shape, way, args.tiny)
-        params = draw_params(engine) if params is None else params
+        params = params or draw(engine.served, engine.served_shardings)
         found = measure(engine, params, way, args.tiny, args.profile is not None)
         profiles[way] = found.pop("profile", None)
         flop, seconds = found.pop("flop"), found.pop("seconds")

@@ -14,16 +14,14 @@ job 1.6 times with log-probs, for 256 prompts of 960 tokens; 128 + 512 in at mos
 import argparse
 import gc
 import sys
-import tempfile
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.train_step import QWEN_1_5B, SHAPES  # noqa: E402
+from benchmarks.served_model import begin, draw  # noqa: E402
 from rl_jax.settings import EngineSettings, ServeSettings  # noqa: E402
 
 WORKLOADS = ((64, 960, 128), (256, 960, 128), (256, 128, 512))  # requests, prompt, output
@@ -54,18 +52,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/serve.json")
     args = parser.parse_args()
-    if args.tiny:
-        from rl_jax.backend import simulate_cpu_devices
-
-        simulate_cpu_devices(1)
-    import jax
-
-    jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
-    from benchmarks.report import Report
-
-    report = Report(args.out, {} if args.tiny else PREDICTIONS)
-    shape = replace(SHAPES["tiny"] if args.tiny else QWEN_1_5B, param_dtype="bfloat16")
-    report.head["shape"] = "tiny" if args.tiny else "Qwen2.5-1.5B"
+    report, shape = begin(args.out, args.tiny, PREDICTIONS)
     arrays = None
     workloads = ((4, 24, 16), (8, 8, 24)) if args.tiny else [WORKLOADS[i] for i in args.only]
     for num, prompt, output in workloads:
@@ -102,7 +89,7 @@ def make_server(shape, workload, steps: int, arrays):
     )
     model = build_model(shape, shape.vocab_size)
     engine = JaxEngine(model, make_mesh({}, jax.devices()[:1]), SERVE_RULES, settings, "decode.0")
-    arrays = draw(model, engine.param_shardings) if arrays is None else arrays
+    arrays = arrays or draw(model, engine.param_shardings)
     server = DecodeServer("decode.0", "decode", engine, ServeSettings())
     server.start()
     server.stage("first", 0, 0, arrays)
@@ -111,23 +98,6 @@ def make_server(shape, workload, steps: int, arrays):
     gc.collect()
     gc.freeze()  # as a job does (rl_jax/job.py)
     return server, arrays
-
-
-def draw(model, shardings) -> dict:
-    """Random weights by name, made by a small program a shape."""
-    import jax
-
-    made, arrays = {}, {}
-    for i, (name, place) in enumerate(shardings.items()):
-        mean, std = model.initial[name]
-        shape = model.abstract[name].shape
-        key = (shape, mean, std)
-        if key not in made:
-            fill = lambda k, m=mean, s=std, n=shape: m + s * jax.random.normal(k, n)
-            cast = lambda k, fill=fill: fill(k).astype(model.settings.dtype)
-            made[key] = jax.jit(cast, out_shardings=place)
-        arrays[name] = made[key](jax.random.fold_in(jax.random.key(0), i))
-    return arrays
 
 
 def measure(report, server, name: str, workload) -> None:

@@ -61,6 +61,11 @@ def spread(groups: Sequence[Group], advantages: np.ndarray) -> list[np.ndarray]:
     ]
 
 
+def at_end(member: Trajectory, values: np.ndarray) -> float:
+    """The value at the member's last sampled token; 0 where nothing is sampled or no values are there."""
+    return float(values[member.loss_mask][-1]) if len(values) and member.loss_mask.any() else 0.0
+
+
 @dataclass(frozen=True)
 class Scored:
     """What an estimator sees: the members of all groups, in order, with their shaped rewards."""
@@ -93,11 +98,8 @@ class Scored:
 
     def at_end(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """f64[S]: of one array a member its value at the last sampled token, 0 where nothing is sampled."""
-        out = np.zeros(len(self.members), np.float64)
-        for i, (member, array) in enumerate(zip(self.members, arrays, strict=True)):
-            if len(array) and member.loss_mask.any():
-                out[i] = array[member.loss_mask][-1]
-        return out
+        ends = [at_end(member, array) for member, array in zip(self.members, arrays, strict=True)]
+        return np.array(ends, np.float64)
 
     def padded(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """[S, T] of one array a member, zeros behind each."""

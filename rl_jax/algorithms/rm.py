@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_jax.algorithms.advantages import trains_scored
+from rl_jax.algorithms.advantages import at_end, trains_scored
 from rl_jax.algorithms.preference import (
     PairAlgorithm,
     pair_figures,
@@ -31,7 +31,7 @@ class Rm(PairAlgorithm):
         return trains_scored(trajectory, overlong_filter=False)
 
     def pair_advantages(self, pair, members, extras):
-        up, down = (_at_end(i, members, extras) for i in pair)
+        up, down = (at_end(members[i], extras["rewards"][i]) for i in pair)
         slope = float(pair_slope(up - down, beta=1.0))
         center = 2.0 * (self.settings.center_coef or 0.0) * (up + down)
         return slope - center, -slope - center
@@ -40,13 +40,10 @@ class Rm(PairAlgorithm):
         """The loss with its centring, and how far apart and how often in the right order the pairs are."""
         members = [trajectory for group in groups for trajectory in group.trajectories]
         pairs = pairs_of(groups, self.trains)
-        rewards = np.array([[_at_end(i, members, extras) for i in pair] for pair in pairs])
+        rewards = np.array(
+            [[at_end(members[i], extras["rewards"][i]) for i in pair] for pair in pairs]
+        )
         up, down = rewards.reshape(-1, 2).T
         loss = pair_value(up - down, beta=1.0)
         loss = loss + (self.settings.center_coef or 0.0) * (up + down) ** 2
         return pair_figures(loss, up, down)
-
-
-def _at_end(i: int, members: Sequence[Trajectory], extras: Mapping[str, Any]) -> float:
-    """The reward of a pair's member: of its last trained token."""
-    return float(extras["rewards"][i][members[i].loss_mask][-1])

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels import cudnn_attention, decode_attention
-from kernels.packed_attention import KERNELS, Ragged, Split, find_segments, packed_attention, unfit
+from kernels.packed_attention import KERNELS, Split, unfit
 from rl_jax.mesh import RulesLike, mesh_axes
-from rl_jax.models.attention import Attend, attention
+from rl_jax.models.attention import Attend, attention, packed_attend
 from rl_jax.settings import ModelSettings
 
 LOG = logging.getLogger(__name__)
@@ -86,21 +86,7 @@ def choose_chunk_attention(
     if not fits:
         return None
     LOG.info("attention of fresh chunks: %s on %s", fits[0], device.device_kind)
-    return packed(fits[0], split)
-
-
-def packed(kernel: str | Ragged, split: Split | None = None) -> ChunkAttention:
-    """packed_attention on one row."""
-
-    def of_chunk(segment: jax.Array, most: int) -> Attend:
-        found = find_segments(segment[None] + 1, most)
-
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return packed_attention(q, k, v, found, kernel=kernel, max_segments=most, split=split)
-
-        return attend
-
-    return of_chunk
+    return lambda segment, most: packed_attend(segment[None] + 1, fits[0], split, most)
 
 
 def by_shard(step: StepAttention, mesh: Mesh, slots, heads) -> StepAttention:

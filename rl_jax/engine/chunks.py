@@ -1,7 +1,7 @@
 """Packing tokens of several requests into one chunk; the only place where a chunk is padded."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -83,19 +83,14 @@ def is_fresh(chunk: PrefillChunk) -> bool:
 
 def fresh_chunk(size: int, num_requests: int, visible: int) -> PrefillChunk:
     """As padding_chunk, of one request that starts at position 0."""
-    lengths = np.zeros(num_requests, np.int32)
-    lengths[0] = min(size, visible)
-    segment = np.where(np.arange(size) < lengths[0], 0, -1).astype(np.int32)
-    position = np.where(segment == 0, np.arange(size), 0).astype(np.int32)
-    return PrefillChunk(np.zeros(size, np.int32), segment, position, lengths)
+    return _lone(Piece(np.zeros(min(size, visible), np.int32), 0), size, num_requests)
 
 
 def padding_chunk(size: int, num_requests: int, visible: int) -> PrefillChunk:
     """A chunk that selects the program of `size` and `visible`: one token, at the highest position."""
-    segment = np.full(size, -1, np.int32)
-    segment[0] = 0
-    position = np.zeros(size, np.int32)
-    position[0] = visible - 1
-    lengths = np.zeros(num_requests, np.int32)
-    lengths[0] = 1
-    return PrefillChunk(np.zeros(size, np.int32), segment, position, lengths)
+    return _lone(Piece(np.zeros(1, np.int32), visible - 1), size, num_requests)
+
+
+def _lone(piece: Piece, size: int, num_requests: int) -> PrefillChunk:
+    chunk = pack([piece], (size,))
+    return replace(chunk, lengths=np.pad(chunk.lengths, (0, num_requests - 1)))

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kernels.packed_attention import KERNELS, Split, find_segments, packed_attention, unfit
+from kernels.packed_attention import KERNELS, Split, unfit
 from rl_jax.mesh import RulesLike, mesh_axes
-from rl_jax.models.attention import Attend, attention, causal_segment_mask
+from rl_jax.models.attention import Attend, attention, causal_segment_mask, packed_attend
 from rl_jax.settings import ModelSettings
 
 LOG = logging.getLogger(__name__)
@@ -56,12 +56,7 @@ def kernel_attention(
     kernel: str, split: Split | None, positions: jax.Array, segments: jax.Array
 ) -> Attend:
     """Segments are runs of columns in time order, so that positions add nothing."""
-    found = find_segments(segments)
-
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return packed_attention(q, k, v, found, kernel=kernel, split=split)
-
-    return attend
+    return packed_attend(segments, kernel, split)
 
 
 def plain_attention(positions: jax.Array, segments: jax.Array) -> Attend:

@@ -81,15 +81,13 @@ class Learner(TrainedModel):
         Raises: ValueError if the batch does not fit; NonFiniteError after settings.max_skipped bad updates in a row.
         """
         metrics, out = self.update(batch, version)
+        flops = train_flops(self.model, batch.seq_len.tolist(), int(batch.targets_mask.sum()))
         return {
             **metrics,
             **mismatch_metrics(out["mismatch"]),
             **batch_metrics(batch, version, self.algorithm.samples),
-            "batch/tflops": Metric(self._flops(batch) / 1e12, 1),
+            "batch/tflops": Metric(flops / 1e12, 1),
         }
-
-    def _flops(self, batch: Batch) -> float:
-        return train_flops(self.model, batch.seq_len.tolist(), int(batch.targets_mask.sum()))
 
     def score(self, batch: Batch, needs: Iterable[str]) -> dict[str, np.ndarray]:
         """The extras an algorithm needs, f32[B, T] each, 0 where not trained.

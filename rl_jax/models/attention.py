@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.packed_attention import MAX_SEGMENTS, Ragged, Split, find_segments, packed_attention
+
 # (layer, q [B, T, H, Dh], k [B, T, K, Dh], v [B, T, K, Dh]) -> [B, T, H, Dh]. q and k come rotated
 # (and qk-normed); the caller owns masks and KV storage.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -106,3 +108,21 @@ def causal_segment_mask(
     """
     same = q_segments[:, :, None] == k_segments[:, None, :]
     return same & (q_positions[:, :, None] >= k_positions[:, None, :])
+
+
+def packed_attend(
+    segments: Int[Array, "B T"],
+    kernel: str | Ragged,
+    split: Split | None = None,
+    most: int | None = None,
+) -> Attend:
+    """Causal attention inside each segment of packed rows, by a kernel; segments are runs of columns in time order.
+
+    Args: segments: ids above 0; 0 is padding.  most: of all rows together, where that many are one call's.
+    """
+    found, size = find_segments(segments, most), most or MAX_SEGMENTS
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return packed_attention(q, k, v, found, kernel=kernel, max_segments=size, split=split)
+
+    return attend
