@@ -131,6 +131,8 @@ class Driver:
         clock.lap("time/wait_for_batch_s")
         batch, learned = self._learn(step, groups, clock)
         p.rollout.consumed(step, groups)
+        if cfg.tasks.curriculum.name != "none":
+            p.rollout.learned(_mean_advantages(batch, groups))
         clock.lap("time/train_s")
         synced = self.publish(step)
         clock.lap("time/sync_s")
@@ -365,6 +367,15 @@ def _per_member(
     """Extras f32[B, T] as one array a trajectory."""
     num_members = sum(len(group.trajectories) for group in groups)
     return {name: batch.gather(array, num_members) for name, array in extras.items()}
+
+
+def _mean_advantages(batch: Batch, groups: Sequence[Group]) -> dict[str, list[float]]:
+    """By tag, of each episode that trains: over its trained tokens."""
+    tags = [trajectory.tag for group in groups for trajectory in group.trajectories]
+    out: dict[str, list[float]] = {}
+    for member, values in batch.trained(batch.advantages):
+        out.setdefault(tags[member], []).append(float(values.mean()))
+    return out
 
 
 def _sync_metrics(result: SyncResult) -> dict[str, Metric]:

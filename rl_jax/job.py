@@ -45,6 +45,7 @@ from rl_jax.recorder import Recorder
 from rl_jax.resume import PLAN, RUNS, checkpoint_steps, encode
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.buffer import SampleBuffer
+from rl_jax.rollout.curriculum import ANY, Bandit
 from rl_jax.rollout.rollout import Rollout
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.tasks import TaskStream
@@ -305,10 +306,12 @@ def _live_parts(
     ledger = Ledger(job.run_dir.ledger, settings.run_id)
     stack.callback(ledger.close)
     tags = [source.tag for source in settings.tasks.sources]
+    chooses = settings.tasks.curriculum.name != "none"
     stream = TaskStream(
-        {tag: pool.list_tasks(tag, "train") for tag in tags}, settings.seed, settings.tasks.shuffle
-    )
-    buffer = SampleBuffer(settings.rollout, ledger, tags)
+        {tag: pool.list_tasks(tag, "train") for tag in tags}, settings.seed, settings.tasks.shuffle,
+        Bandit(tags, settings.seed, settings.tasks.curriculum) if chooses else None,
+    )  # fmt: skip
+    buffer = SampleBuffer(settings.rollout, ledger, (ANY,) if chooses else tags)
     rollout = Rollout(
         cluster.router, stream, pool, job.renderer, buffer, ledger,
         job.setting.resolve(settings.rollout.scheduler, SCHEDULERS)(), settings.rollout,

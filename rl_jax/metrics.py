@@ -34,6 +34,7 @@ METRICS = {
     "reward/success_all": "of them, the share whose reward is 1",
     "reward/model": "the reward model's score of a trained trajectory, before algorithm.reward_model_coef",
     "reward/zero_std_groups": "share of groups whose rewards are all equal (no gradient from them)",
+    "curriculum/prob": "share of the next tasks that tasks.curriculum draws of a tag",
     "eval/success": "share of evaluation episodes whose reward is 1",
     "eval/episodes": "evaluation episodes that were scored",
     "policy/entropy": "entropy of the policy in nats a trained token",

@@ -257,4 +257,8 @@ def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
 
 
 def _count_metrics(counts: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in counts.items() if name.startswith("episodes/")}
+    return {
+        name: value
+        for name, value in counts.items()
+        if name.startswith(("episodes/", "curriculum/"))
+    }

@@ -92,9 +92,22 @@ class TaskSource:
 
 
 @dataclass(frozen=True)
+class CurriculumSettings:
+    """Which tag the next task is of. With one, a batch holds groups of any tags and not equal shares."""
+
+    name: str = (
+        "none"  # none: equal shares of the tags | dump: by the advantages that training made
+    )
+    window: int = 300  # trained episodes of a tag that count
+    tau: float = 0.1  # softmax temperature of the scores; mean |advantages| are its scale
+    floor: float = 0.1  # share of the draws that is uniform; 0..1
+
+
+@dataclass(frozen=True)
 class TaskSettings:
     sources: tuple[TaskSource, ...] = (TaskSource(),)
     shuffle: bool = True
+    curriculum: CurriculumSettings = CurriculumSettings()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from rl_jax.models import MODELS
 from rl_jax.progress import PROGRESS_FORMS
 from rl_jax.rewards import REWARDS
 from rl_jax.role_source import NEEDED_ROLE, role_errors
+from rl_jax.rollout.curriculum import curriculum_errors
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.settings import Settings
 from rl_jax.tokens import TOKENIZERS
@@ -59,6 +60,9 @@ INTERVALS = {
     "serve.chunks_per_block": "[1, inf)",
     "serve.compile_deadline_s": "(0, inf)",
     "serve.stop_deadline_s": "(0, inf)",
+    "tasks.curriculum.window": "[1, inf)",
+    "tasks.curriculum.tau": "(0, inf)",
+    "tasks.curriculum.floor": "[0, 1]",
     "rollout.batch_groups": "[1, inf)",
     "rollout.group_size": "[1, inf)",
     "rollout.max_staleness": "[0, inf)",
@@ -131,6 +135,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "mesh.platform": ("", "cpu"),
+    "tasks.curriculum.name": ("none", "dump"),
     "rollout.short_group_infra": ("replace", "survivors", "drop"),
     "rollout.short_group_stale": ("drop",),
     **{f"algorithm.{key}": choices for key, choices in options.CHOICES.items()},
@@ -318,7 +323,8 @@ def _algorithm(s: Settings) -> Iterator[str]:
 
 def _batch(s: Settings) -> Iterator[str]:
     num_tags, n = len(s.tasks.sources), s.rollout.batch_groups
-    if n % num_tags:
+    has_curriculum = s.tasks.curriculum.name != "none"
+    if n % num_tags and not has_curriculum:
         yield (
             f"rollout.batch_groups={n} does not divide into {num_tags} tags, which take equal shares;"
             f" use {n - n % num_tags or num_tags} or {n - n % num_tags + num_tags}"
@@ -363,6 +369,7 @@ RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
     _engine,
     _algorithm,
     _batch,
+    curriculum_errors,
     _schedule,
 )
 

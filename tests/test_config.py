@@ -123,6 +123,8 @@ BAD = [
     ("--config.rollout.top_k=1", "rollout.top_k=1 is greedy"),
     ("--config.rollout.temperature=0", "rollout.temperature=0 is greedy"),
     ("--config.rollout.group_size=1", "rollout.group_size=1: grpo compares the episodes of one task"),
+    ("--config.tasks.curriculum.tau=0.5", "has no effect while tasks.curriculum.name is none"),
+    ("--config.tasks.curriculum.name=ucb", "tasks.curriculum.name=ucb is not one of none, dump"),
     ("--config.rollout.batch_groups=7", "rollout.batch_groups=7 does not divide into 2 tags"),
     ("--config.rollout.max_new_tokens=100000", "leaves no room for a prompt in engine.context="),
     ("--config.learner.row_tokens=8", "learner.row_tokens=8 is below engine.context="),
@@ -256,6 +258,10 @@ def test_a_flag_may_stand_twice_with_one_value(two_tasks):
             "learner.warmup_steps=7 leaves nothing of steps=7 for learner.schedule=cosine",
         ),
         (
+            ["--config.tasks.curriculum.name=dump", "--config.algorithm.filter.equal_rewards=true"],
+            "tasks.curriculum.name=dump learns from what is trained, so groups that algorithm.filter drops teach it",
+        ),
+        (
             ["--config.algorithm.name=kl_cov", "--config.rollout.max_staleness=0"],
             "algorithm.name=kl_cov pulls tokens back to the policy that sampled, which at rollout.max_staleness=0",
         ),
@@ -267,6 +273,11 @@ def test_words_that_cannot_work_together_are_one_line(two_tasks, words, line):
 
 
 # --- what is accepted ----------------------------------------------------------------------------------------------
+
+
+def test_a_batch_need_not_divide_into_tags_under_a_curriculum(two_tasks):
+    words = ["--config.tasks.curriculum.name=dump", "--config.rollout.batch_groups=7"]
+    assert parse([two_tasks, *words]).settings.rollout.batch_groups == 7
 
 
 def test_no_words_is_the_quickstart():

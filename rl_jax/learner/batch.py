@@ -85,13 +85,13 @@ class Batch:
             out[member] = array[row, start : start + length]
         return out
 
-    def at_end(self, array: np.ndarray) -> list[float]:
-        """Of each trajectory that trains, the value at its last trained token."""
+    def trained(self, array: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """(member, values at its trained tokens) of each trajectory that trains."""
         out = []
-        for _, row, start, length in self.spans():
+        for member, row, start, length in self.spans():
             own = slice(start, start + length)
             if (mask := self.targets_mask[row, own]).any():
-                out.append(float(array[row, own][mask][-1]))
+                out.append((member, array[row, own][mask]))
         return out
 
     def spans(self):

@@ -136,7 +136,7 @@ def batch_metrics(batch: Batch, version: int, samples: bool) -> dict[str, Metric
     if batch.tokens.size:
         metrics["batch/fill"] = Metric(tokens, batch.tokens.size)
     if (scores := batch.extras.get("reward_scores")) is not None:
-        metrics["reward/model"] = Metric.of(batch.at_end(scores))
+        metrics["reward/model"] = Metric.of(values[-1] for _, values in batch.trained(scores))
     ages = version - batch.versions[batch.targets_mask]
     if samples and len(ages):
         low, high = float(ages.min()), float(ages.max())

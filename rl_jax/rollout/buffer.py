@@ -5,8 +5,8 @@ rollout's thread puts, sweeps and releases; the driver's thread takes.
 Invariants:
 - bound: a group handed out for step s is at most max_staleness versions older than s - 1, by its oldest trained token.
   Groups that grew too old are dropped at every version bump (sweep) and again at take.
-- a batch holds equal groups of each tag, oldest version first, and comes out sorted by (epoch, index): at max_staleness
-  0 it does not depend on which episode was quicker.
+- a batch holds equal groups of each tag (with a curriculum, of any), oldest version first, and comes out sorted by
+  (epoch, index): at max_staleness 0 it does not depend on which episode was quicker.
 - no group leaves silently: it is consumed, or DROPPED in the ledger with its reason, and counted.
 - dynamic sampling is exact: what waits here passed `select` when it came, so a filtered group takes no room and is
   replaced at once, in every mode, and a step trains batch_groups groups that passed. Sampling in vain has a bound:
@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from rl_jax.ledger import EpisodeRef, Ledger, LedgerError
 from rl_jax.metrics import Metric
+from rl_jax.rollout.curriculum import ANY
 from rl_jax.rollout.selection import Select, Selection, selected
 from rl_jax.rollout.traces import trajectory_sha256
 from rl_jax.settings import RolloutSettings
@@ -57,7 +58,7 @@ class Entry:
 
 
 class SampleBuffer:
-    """See the module. `tags`: of the task sources; a batch holds batch_groups / len(tags) groups of each."""
+    """See the module. `tags`: of the task sources, or ANY; a batch holds batch_groups / len(tags) groups of each."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class SampleBuffer:
                 reason = "stale"
             elif chosen is None:
                 reason = reasons[group.uid]
-                self._selection.drop(group.tag, reason)
+                self._selection.drop(self._share_of(group), reason)
             elif len(self._entries) + self.num_taken >= self.limit:
                 reason = "buffer_full"  # a scheduler that issues more than the bound admits
             else:
@@ -194,9 +195,9 @@ class SampleBuffer:
     def held(self) -> dict[str, int]:
         """Groups waiting or taken, by tag."""
         with self._change:
-            held = Counter(entry.group.tag for entry in self._entries)
+            held = Counter(self._share_of(entry.group) for entry in self._entries)
             for taken in self._taken.values():
-                held.update(entry.group.tag for entry in taken)
+                held.update(self._share_of(entry.group) for entry in taken)
             return dict(held)
 
     @property
@@ -284,7 +285,7 @@ class SampleBuffer:
         return [*self._entries, *(entry for entries in taken for entry in entries)]
 
     def _missing(self, taken: Sequence[Entry]) -> dict[str, int]:
-        have = Counter(entry.group.tag for entry in taken)
+        have = Counter(self._share_of(entry.group) for entry in taken)
         return {tag: self.share - have[tag] for tag in self.tags if have[tag] < self.share}
 
     def _wait(self, step, missing, timeout_s, should_stop) -> list[Entry]:
@@ -319,7 +320,7 @@ class SampleBuffer:
         """Oldest first; None while any tag has too few."""
         found: list[Entry] = []
         for tag, num in missing.items():
-            of_tag = [entry for entry in self._entries if entry.group.tag == tag]
+            of_tag = [entry for entry in self._entries if self._share_of(entry.group) == tag]
             if len(of_tag) < num:
                 return None
             found += sorted(of_tag, key=lambda entry: (entry.oldest_version, entry.seq))[:num]
@@ -327,6 +328,9 @@ class SampleBuffer:
         self._entries = [entry for entry in self._entries if entry.seq not in seqs]
         self._taken[step] += found
         return sorted(found, key=_order)
+
+    def _share_of(self, group: Group) -> str:
+        return group.tag if group.tag in self.tags else ANY
 
     def _pop_stale(self, version: int) -> list[Entry]:
         oldest_allowed = version - self._settings.max_staleness

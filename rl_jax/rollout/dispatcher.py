@@ -24,6 +24,7 @@ from typing import Any
 
 from rl_jax.ledger import EpisodeRef
 from rl_jax.rollout.buffer import SampleBuffer, ref_of
+from rl_jax.rollout.curriculum import ANY
 from rl_jax.rollout.episode import Episode, EpisodeRules
 from rl_jax.rollout.live_group import LiveGroup, Member
 from rl_jax.rollout.player import Player, failure_reason
@@ -142,7 +143,8 @@ class Dispatcher:
     def again(self, issued: list[Any]) -> None:
         """Tasks that were issued before a resume and not consumed: they come before the stream's next ones."""
         for task in issued:
-            self._again[task.task.tag].append(task)
+            tag = task.task.tag
+            self._again[tag if tag in self._again else ANY].append(task)
 
     def num_open_episodes(self) -> int:
         """Its part of the ledger's in_flight."""
@@ -186,13 +188,16 @@ class Dispatcher:
                 self._cancel(uid, reason)
 
     def _issue(self, tag: str) -> LiveGroup:
-        issued = self._again[tag].popleft() if self._again[tag] else self.stream.next(tag)
+        if self._again[tag]:
+            issued = self._again[tag].popleft()
+        else:
+            issued = self.stream.next(None if tag == ANY else tag)
         uid = f"{self.run_id}/{issued.epoch}/{issued.index}"
         if uid in self._groups:
             raise ValueError(
                 f"the task stream issued {uid} twice; (epoch, index) must be unique over tags"
             )
-        group = LiveGroup(uid, issued, self.settings.group_size, time.monotonic())
+        group = LiveGroup(uid, issued, self.settings.group_size, time.monotonic(), tag)
         self._groups[uid] = group
         return group
 

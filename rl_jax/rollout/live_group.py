@@ -37,6 +37,7 @@ class LiveGroup:
     issued: Any  # tasks.IssuedTask: task, epoch, index
     size: int
     issued_s: float
+    share: str  # its tag, or curriculum.ANY: what it counts as in a batch
     members: dict[int, Member] = field(default_factory=dict)  # by sample
     scored: dict[int, Scored] = field(default_factory=dict)  # by sample
     tries: Counter[int] = field(default_factory=Counter)  # attempts started here, by sample
@@ -84,7 +85,7 @@ class LiveGroup:
         return GroupView(
             group=self.uid,
             task_id=self.issued.task.id,
-            tag=self.issued.task.tag,
+            tag=self.share,
             want=self.want,
             started=len(self.members) + len(scored),
             scored=len(scored),

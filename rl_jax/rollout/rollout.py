@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import KW_ONLY, dataclass
@@ -27,6 +27,7 @@ from typing import Any
 from rl_jax.ledger import Ledger
 from rl_jax.rollout.blocking import within
 from rl_jax.rollout.buffer import Interrupted, SampleBuffer
+from rl_jax.rollout.curriculum import ANY
 from rl_jax.rollout.dispatcher import Dispatcher
 from rl_jax.rollout.episode import EpisodeRules, EpisodeTools
 from rl_jax.rollout.evaluation import EvalResult, Evaluation, EvaluationFailed
@@ -84,7 +85,7 @@ class Rollout:
         self.rules = EpisodeRules.of(self.settings, self.context, self.turn_deadline_s)
         workers = self.settings.env_workers * self.settings.envs_per_worker
         sampler, tags = self.sampler, self.buffer.tags
-        self._slots = Slots(sampler.capacity, sampler.places, tags, workers)
+        self._slots = Slots(sampler.capacity, self._places, tags, workers)
         tools = EpisodeTools(
             self.sampler, self.pool.open, self._close_env, self.renderer, self._count
         )
@@ -194,6 +195,10 @@ class Rollout:
         """After a resume, before want(): tasks that were pending, as tasks.IssuedTask; they come first."""
         self._post(self._dispatcher.again, list(issued))
 
+    def learned(self, advantages: Mapping[str, Sequence[float]]) -> None:
+        """By tag the mean advantage of each episode of a step, for the curriculum; does not wait."""
+        self._post(self.stream.curriculum.saw, advantages)
+
     def pending(self) -> list[tuple[int, int]]:
         """(epoch, index) of every task issued and not consumed, ascending: what a resume must issue again."""
         return self._call(_result(self._dispatcher.pending), SLACK_S)
@@ -219,6 +224,8 @@ class Rollout:
         drops = self._dispatcher.drops + Counter(self.buffer.drops())
         counts |= dropped_counts(drops)
         counts["episodes/cut_observations"] = self.pool.counts["truncated_observations"]
+        if (curriculum := self.stream.curriculum) is not None:
+            counts |= {f"curriculum/prob.{tag}": p for tag, p in curriculum.probs.items()}
         counts["time/wait_for_policy_s"] = self._dispatcher.wait_for_policy_s
         return counts
 
@@ -252,6 +259,11 @@ class Rollout:
     def _post(self, call, *args) -> None:
         self._check_alive()
         self._loop.call_soon_threadsafe(self._guarded, call, *args)
+
+    def _places(self, tag: str) -> tuple[str, ...]:
+        """Of a tag; of all tags together for groups of any."""
+        tags = self.stream.tags if tag == ANY else (tag,)
+        return tuple(dict.fromkeys(place for t in tags for place in self.sampler.places(t)))
 
     def _call(
         self,

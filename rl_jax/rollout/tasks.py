@@ -8,7 +8,8 @@ Invariants
     tag and the epoch only. Epochs are counted per tag.
     index = (sizes of the sources before this one) + (the task's place in its source): unique across tags, the same in
     every epoch. So (epoch, index) names an issued task, and a uid is run/epoch/index/sample.
-    Without a wish, the tag with the fewest issued so far is next, in the order of the sources: round robin.
+    Without a wish, the tag that the curriculum draws is next; without one, that with the fewest issued so far, in the
+    order of the sources: round robin.
 
 Must not: import an environment (task lists come ready), or wait.
 """
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rl_jax.data.order import epoch_order
+from rl_jax.rollout.curriculum import Bandit
 from rl_jax.types import Task
 
 
@@ -34,8 +36,14 @@ class IssuedTask(NamedTuple):
 class TaskStream:
     """The order of tasks. One thread at a time; state() may be read from any."""
 
-    def __init__(self, sources: Mapping[str, Sequence[Task]], seed: int, shuffle: bool = True):
-        """sources: tag -> its tasks, in a fixed order.
+    def __init__(
+        self,
+        sources: Mapping[str, Sequence[Task]],
+        seed: int,
+        shuffle: bool = True,
+        curriculum: Bandit | None = None,
+    ):
+        """sources: tag -> its tasks, in a fixed order. curriculum: over these tags.
 
         Raises: TaskError if there is no source or one without tasks.
         """
@@ -43,7 +51,7 @@ class TaskStream:
         if empty or not sources:
             raise TaskError(f"no tasks to train on: {', '.join(empty) or 'tasks.sources is empty'}")
         self._sources = dict(sources)
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self.curriculum = seed, shuffle, curriculum
         self._offsets: dict[str, int] = {}
         num_tasks = 0
         for tag, tasks in self._sources.items():
@@ -61,11 +69,13 @@ class TaskStream:
         return tuple(self._sources)
 
     def next(self, tag: str | None = None) -> IssuedTask:
-        """The next task of a tag; without a tag, of the one that is behind.
+        """The next task of a tag; without a tag, of the one that the curriculum draws, or that is behind.
 
         Raises: ValueError for an unknown tag.
         """
-        if tag is None:
+        if tag is None and self.curriculum is not None:
+            tag = self.curriculum.draw()
+        elif tag is None:
             tag = min(self._num_issued, key=lambda name: self._num_issued[name])
         elif tag not in self._sources:
             raise ValueError(
@@ -98,7 +108,10 @@ class TaskStream:
             }
             for tag, issued in list(self._num_issued.items())
         ]
-        return {"seed": self._seed, "shuffle": self._shuffle, "tags": tags}
+        state: dict[str, Any] = {"seed": self._seed, "shuffle": self._shuffle, "tags": tags}
+        if self.curriculum is not None:
+            state["curriculum"] = self.curriculum.state()
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where state() was taken.
@@ -125,6 +138,8 @@ class TaskStream:
                     "stream was saved with; restore its source's config or start a new run"
                 )
         self._num_issued = {saved["tag"]: saved["issued"] for saved in state["tags"]}
+        if self.curriculum is not None and "curriculum" in state:
+            self.curriculum.restore(state["curriculum"])
 
     def _index_dataset(self, tag: str, size: int) -> Any:
         """Position -> index in the source, as an endless grain dataset.

@@ -101,6 +101,8 @@ class FakeIssuedTask:
 class FakeStream:
     """The tasks of each tag in order, again and again; index counts over all tags within an epoch of each."""
 
+    curriculum = None
+
     def __init__(self, tasks: Mapping[str, Sequence[Task]]):
         self._tasks = {tag: list(of_tag) for tag, of_tag in tasks.items()}
         self._offsets: dict[str, int] = {}

@@ -164,7 +164,7 @@ def test_frozen_reward_model_says_what_it_said_in_training_on_this_mesh_and_anot
         roles = Roles(SimpleNamespace(score=lambda *_: {}), frozen={"reward_scores": frozen})
         scored = roles.score(batch, {"reward_scores"})["reward_scores"]
         np.testing.assert_allclose(scored, want, atol=1e-5)
-    ends = batch.at_end(want)
+    ends = [values[-1] for _, values in batch.trained(want)]
     found = batch.gather(want, 6)
     members = [t for g in groups for t in g.trajectories]
     said = {i: found[i][members[i].loss_mask][-1] for i in batch.trajectory_ids.tolist()}

@@ -19,7 +19,7 @@ def member(sample: int) -> Member:
 
 
 def test_view_follows_every_change_and_is_kept_between_them():
-    group = LiveGroup("r/0/0", IssuedTask(echo_tasks()[0], 0, 0), 3, issued_s=1.0)
+    group = LiveGroup("r/0/0", IssuedTask(echo_tasks()[0], 0, 0), 3, 1.0, "echo")
     seen = []
 
     def look(now: int = 0):
