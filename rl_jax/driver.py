@@ -12,8 +12,9 @@ and the buffer's sweep read. Evaluation happens between steps, so one version se
 Must not: know an environment, a text, a kernel or a mesh; catch what it cannot handle.
 """
 
+import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +27,7 @@ from rl_jax.metrics import Metric, merge_rows
 from rl_jax.rollout.buffer import Interrupted
 from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.settings import Settings
-from rl_jax.signals import Preempted, on_sigterm
+from rl_jax.signals import Preempted, interrupt, on_signal
 from rl_jax.types import Group, SyncResult
 
 
@@ -71,12 +72,13 @@ class Driver:
         self._stop: int | None = (
             None  # the signal that asked to stop, seen between steps and while waiting
         )
+        self._interrupt: on_signal | None = None
 
     def run(self) -> DriverState:
         """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
         p = self.parts
         p.buffer.select = p.algorithm.select  # here only: what is not trained is not filtered
-        with on_sigterm(self._ask_stop):
+        with self._signals():
             self.publish(self.state.version)
             # Saved before the drain: what that cancels is issued again by a resume with more steps.
             self._train(self.step, self.evaluate)
@@ -91,7 +93,7 @@ class Driver:
         training. Raises as run().
         """
         p, cfg = self.parts, self.settings
-        with on_sigterm(self._ask_stop):
+        with self._signals():
             self.publish(self.state.version)
             self.save()  # what train_only starts from
             for step in range(self.state.version + 1, cfg.steps + 1):
@@ -106,7 +108,7 @@ class Driver:
 
         Raises Preempted, and what learner.step raises.
         """
-        with on_sigterm(self._ask_stop):
+        with self._signals():
             for step, groups in batches:
                 self._or_stop(step, partial(self._replay_step, groups))
             self.save()
@@ -117,7 +119,7 @@ class Driver:
 
         Raises Preempted, and what stream.next and learner.step raise.
         """
-        with on_sigterm(self._ask_stop):
+        with self._signals():
             self._train(self._fit_step, self.measure)
         return self.state
 
@@ -341,7 +343,19 @@ class Driver:
         return bool(every) and version % every == 0 and 0 < version < self.settings.steps
 
     def _is_stopping(self) -> bool:
+        if self._interrupt is not None:
+            self._interrupt.check()
         return self._stop is not None
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM asks for a stop; a lost interrupt comes again between steps, while waiting or at the end."""
+        with (
+            on_signal(signal.SIGTERM, self._ask_stop),
+            on_signal(signal.SIGINT, interrupt) as self._interrupt,
+        ):
+            yield
+            self._interrupt.check()
 
 
 class Stopwatch:

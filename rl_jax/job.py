@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ from rl_jax.rollout.tasks import TaskStream
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.run_dir import RunDir
 from rl_jax.settings import Settings
-from rl_jax.signals import Preempted, on_sigterm, stop_at_once
+from rl_jax.signals import Preempted, interrupt, on_signal, stop_at_once
 from rl_jax.start import make_learner, make_warm_learner, saved_batches, saved_steps, starting_point
 from rl_jax.supervised import (
     make_trained,
@@ -77,7 +78,12 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
     options, settings = parsed.options, parsed.settings
     plan = MeshPlan.from_settings(settings.mesh, settings.model)
     # Outside the driver's loops (before them, and in --mode=eval) there is nothing that a save would keep.
-    with on_sigterm(stop_at_once) as sigterm, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        kept = [
+            stack.enter_context(on_signal(number, handle))
+            for number, handle in ((signal.SIGTERM, stop_at_once), (signal.SIGINT, interrupt))
+        ]
+        check_signals = lambda: [k.check() for k in kept]
         if pool is not None:
             stack.callback(lambda: run_blocking(pool.close()))
         meshes = build_meshes(plan, present_devices(plan, "cpu" if options.dry_run else None))
@@ -126,15 +132,16 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             progress.note(
                 f"no checkpoint here: from step 0 again; older records are in {run_dir.path}/quarantine"
             )
-        sigterm.check()
+        check_signals()
         settings = replace(settings, run_id=run_dir.run_id)
         job = Job(
             replace(setting, settings=settings, run=run_dir.path),
-            model, run_dir, progress, renderer, pool, stack, sigterm.check, corpus,
+            model, run_dir, progress, renderer, pool, stack, check_signals, corpus,
         )  # fmt: skip
         run_dir.status("running", mode=options.mode)
         try:
             _run_mode(job)
+            check_signals()
         except BaseException as error:
             state = next((s for kind, s in END_STATES if isinstance(error, kind)), "failed")
             run_dir.status(state, error=f"{type(error).__name__}: {error}".removesuffix(": "))

@@ -10,6 +10,7 @@ Must not: hold a rule of its own about values (validate.py) or about order (driv
 
 import importlib
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -25,7 +26,7 @@ from rl_jax.progress import Progress
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.run_dir import check_usable
 from rl_jax.settings import MeshSettings, ModelSettings
-from rl_jax.signals import Preempted, on_sigterm, stop_at_once
+from rl_jax.signals import Preempted, on_signal, stop_at_once
 
 EXIT_CONFIG, EXIT_PREEMPTED, EXIT_INTERRUPT = 2, 75, 130
 
@@ -33,7 +34,7 @@ EXIT_CONFIG, EXIT_PREEMPTED, EXIT_INTERRUPT = 2, 75, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one job; returns the exit code (0 done, 2 config, 3 data, 4 environments, 5 servers, 6 numbers, 7 storage,
     75 preempted and saved, 130 interrupted)."""
-    with on_sigterm(stop_at_once):  # a job's own handlers take over later
+    with on_signal(signal.SIGTERM, stop_at_once):  # a job's own handlers take over later
         try:
             return _main(sys.argv[1:] if argv is None else argv)
         except Preempted as error:

@@ -1,8 +1,9 @@
-"""SIGTERM as an exception: who is told, and that it is never lost.
+"""SIGTERM and Ctrl-C as exceptions: who is told, and that none is lost.
 
 A handler runs wherever the main thread happens to be. What it raises inside a callback of the garbage collector is
 printed and dropped; so it is also kept, and `check` raises it again at the next place where stopping is safe. Handlers
-nest: the innermost one decides, and the outermost stands for all of `main`, so that no moment of a run is without one.
+of one signal nest: the innermost one decides, and SIGTERM's outermost stands for all of `main`, so that no moment of a
+run is without one; SIGINT's is Python's own there.
 Must not: import jax (a signal may come before it), or know what there is to save.
 """
 
@@ -18,24 +19,24 @@ class Preempted(BaseException):
     """
 
 
-class on_sigterm:
-    """SIGTERM calls `handle` while the block runs (main thread only; elsewhere a no-op, as in a notebook)."""
+class on_signal:
+    """The signal calls `handle` while the block runs (main thread only; elsewhere a no-op, as in a notebook)."""
 
-    def __init__(self, handle: Callable[[int], None]):
-        self._handle = handle
+    def __init__(self, signum: int, handle: Callable[[int], None]):
+        self._signum, self._handle = signum, handle
         self._old: Any = None
         self._raised: BaseException | None = None
 
-    def __enter__(self) -> "on_sigterm":
+    def __enter__(self) -> "on_signal":
         try:
-            self._old = signal.signal(signal.SIGTERM, self._on_signal)
+            self._old = signal.signal(self._signum, self._on_signal)
         except ValueError:  # not the main thread: the owner of the process handles signals
             self._old = None
         return self
 
     def __exit__(self, *exc) -> None:
         if self._old is not None:
-            signal.signal(signal.SIGTERM, self._old)
+            signal.signal(self._signum, self._old)
 
     def check(self) -> None:
         """Raises again what `handle` raised, for where the first time was lost."""
@@ -53,3 +54,8 @@ class on_sigterm:
 def stop_at_once(signum: int) -> None:
     """The handler where nothing is due that a save would keep. Raises Preempted."""
     raise Preempted(f"stopped by signal {signum} with nothing to save; start it again")
+
+
+def interrupt(signum: int) -> None:
+    """Python's own answer to Ctrl-C. Raises KeyboardInterrupt."""
+    raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 """SIGTERM in every mode: what is due is saved, the exit code is 75, and the same command goes on."""
 
 import asyncio
+import gc
 import json
 import re
 import shutil
@@ -165,3 +166,26 @@ def test_sigterm_in_an_evaluation_ends_it_at_once(tmp_path, monkeypatch, capsys)
     assert state_of(tmp_path) == "preempted"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert run(tmp_path, "--mode=eval") == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_lost_in_the_collector_ends_the_run_all_the_same(
+    tmp_path, monkeypatch, sampled, capsys
+):
+    whole = Recorder.step
+
+    def collected(self, step, *args, **kwargs):
+        callback = lambda phase, info: phase == "start" and signal.raise_signal(signal.SIGINT)
+        gc.callbacks.append(callback)
+        try:
+            gc.collect()
+        finally:
+            gc.callbacks.remove(callback)
+        return whole(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(Recorder, "step", collected)
+    replay = ("--mode=train_only", f"--config.rollout.replay_dir={sampled}")
+    assert run(tmp_path / "run", *replay) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert list(losses(tmp_path / "run")) == [1]
+    assert state_of(tmp_path / "run") == "interrupted"
