@@ -301,6 +301,7 @@ def make_batch(args: argparse.Namespace, settings: ModelSettings):
         tokens=rng.integers(0, settings.vocab_size, shape).astype(np.int32),
         targets_mask=mask,
         segment_ids=segments,
+        sample_ids=segments,
         positions=positions.astype(np.int32),
         turn_ids=np.zeros(shape, np.int16),
         behaviour_logprobs=np.where(mask, uniform + rng.normal(0, 0.1, shape), 0).astype(

@@ -337,6 +337,9 @@ class Trajectory:
     start_version: int
     agent: str = "policy"
     parent: str | None = None
+    # where each context begins in `tokens`, ascending from 0: more than one where a chat template rewrote what had been
+    # seen, so that what was sampled before and after it never stood in one context
+    sample_starts: tuple[int, ...] = (0,)
     support: np.ndarray | None = None  # i32[T, k] as Turn.support; -1 where not sampled
 
     @property

@@ -1,7 +1,7 @@
 """Groups of trajectories to one Batch: what the learner trains on, as host arrays [B, T].
 
-Invariants: a trajectory lies whole in one row, in its own segment, with positions from 0; it is
-never cut, and one that does not fit is an error that names it. What is trained is decided here and
+Invariants: a trajectory lies whole in one row, in its own segment, each of its contexts with positions
+from 0; it is never cut, and one that does not fit is an error that names it. What is trained is decided here and
 nowhere else: targets_mask[b, t] says that the token AT t is trained, and its log-prob comes from
 the logits at t - 1 of the same segment. loss_weights are the aggregation, from counts over the
 whole batch, so the loss is `sum(loss_weights * token_loss)` however rows are cut into microbatches.
@@ -41,8 +41,9 @@ class Batch:
 
     tokens: np.ndarray  # i32[B, T]
     targets_mask: np.ndarray  # bool[B, T] the token AT t is trained
-    segment_ids: np.ndarray  # i32[B, T] 0 padding, from 1 in each row
-    positions: np.ndarray  # i32[B, T] from 0 in each segment
+    segment_ids: np.ndarray  # i32[B, T] of trajectories: 0 padding, from 1 in each row
+    sample_ids: np.ndarray  # i32[B, T] as segment_ids, of the contexts: what attends to each other
+    positions: np.ndarray  # i32[B, T] from 0 in each sample
     turn_ids: np.ndarray  # i16[B, T] -1 padding and before the first turn
     behaviour_logprobs: np.ndarray  # f32[B, T] of the policy that sampled
     versions: (
@@ -68,6 +69,11 @@ class Batch:
     @property
     def row_tokens(self) -> int:
         return self.tokens.shape[1]
+
+    @property
+    def sample_lengths(self) -> list[int]:
+        """Tokens of each context, row by row."""
+        return [n for row in self.sample_ids for n in np.bincount(row)[1:].tolist()]
 
     def place(
         self, values: Sequence[np.ndarray | float], dtype: Any, padding: Any = 0
@@ -110,8 +116,8 @@ def pack(
     Failed and cancelled trajectories and those without a trained token take no row. Advantages and loss_weights are 0
     until with_advantages.
 
-    Raises: BatchError naming the trajectory if it is longer than a row, trains its first token (no logits precede it),
-            has a behaviour log-prob that is not finite, or is there twice.
+    Raises: BatchError naming the trajectory if it is longer than a row, trains a context's first token (no logits
+            precede it), has a behaviour log-prob that is not finite, or is there twice.
     """
     members = [trajectory for group in groups for trajectory in group.trajectories]
     packed = [i for i, member in enumerate(members) if is_closed(member) and member.loss_mask.any()]
@@ -131,7 +137,7 @@ def pack(
         batch,
         tokens=batch.place([m.tokens for m in members], np.int32),
         targets_mask=batch.place([m.loss_mask for m in members], bool, False),
-        positions=batch.place([np.arange(len(m.tokens)) for m in members], np.int32),
+        positions=batch.place([_positions(m) for m in members], np.int32),
         turn_ids=batch.place([m.turn_ids for m in members], np.int16, -1),
         behaviour_logprobs=batch.place(
             [np.where(m.loss_mask, m.logprobs, 0.0) for m in members], np.float32
@@ -216,13 +222,15 @@ def _layout(members: Sequence[Trajectory], rows: list[list[int]], size: int) -> 
     ids = np.array([i for i, _ in placed], np.int32)
     lengths = np.array([len(members[i].tokens) for i, _ in placed], np.int32)
     starts = np.zeros(len(placed), np.int32)
-    segments = np.zeros((len(rows), size), np.int32)
+    segments, samples = (np.zeros((len(rows), size), np.int32) for _ in range(2))
     used, count = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-    for s, (_, b) in enumerate(placed):
+    for s, (i, b) in enumerate(placed):
         starts[s] = used[b]
         used[b] += lengths[s]
         count[b] += 1
-        segments[b, starts[s] : used[b]] = count[b]
+        own = slice(starts[s], used[b])
+        segments[b, own] = count[b]
+        samples[b, own] = samples[b].max() + _sample_of(members[i])
     shape = (len(rows), size)
     empty = {
         "tokens": np.zeros(shape, np.int32),
@@ -238,12 +246,25 @@ def _layout(members: Sequence[Trajectory], rows: list[list[int]], size: int) -> 
     rows_of = np.array([b for _, b in placed], np.int32)
     return Batch(
         segment_ids=segments,
+        sample_ids=samples,
         trajectory_ids=ids,
         seq_len=lengths,
         rows=rows_of,
         starts=starts,
         **empty,
     )
+
+
+def _sample_of(trajectory: Trajectory) -> np.ndarray:
+    """i64[T] the context each token lies in, from 1."""
+    starts, columns = np.array(trajectory.sample_starts), np.arange(len(trajectory.tokens))
+    return np.searchsorted(starts, columns, side="right")
+
+
+def _positions(trajectory: Trajectory) -> np.ndarray:
+    """i64[T] from 0 in each context."""
+    starts = np.array(trajectory.sample_starts)
+    return np.arange(len(trajectory.tokens)) - starts[_sample_of(trajectory) - 1]
 
 
 def _support(
@@ -274,9 +295,9 @@ def _check(trajectory: Trajectory, row_tokens: int, seen: set[str]) -> None:
             f"trajectory {uid} has {length} tokens, more than learner.row_tokens={row_tokens}; "
             f"raise learner.row_tokens to at least {length} or lower engine.context to {row_tokens}"
         )
-    if trajectory.loss_mask[0]:
+    if trajectory.loss_mask[list(trajectory.sample_starts)].any():
         raise BatchError(
-            f"trajectory {uid} trains its first token, which no logits precede; "
+            f"trajectory {uid} trains the first token of a context, which no logits precede; "
             "a context starts with a prompt of at least one token"
         )
     if uid in seen:

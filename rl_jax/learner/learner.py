@@ -81,7 +81,7 @@ class Learner(TrainedModel):
         Raises: ValueError if the batch does not fit; NonFiniteError after settings.max_skipped bad updates in a row.
         """
         metrics, out = self.update(batch, version)
-        flops = train_flops(self.model, batch.seq_len.tolist(), int(batch.targets_mask.sum()))
+        flops = train_flops(self.model, batch.sample_lengths, int(batch.targets_mask.sum()))
         return {
             **metrics,
             **mismatch_metrics(out["mismatch"]),

@@ -28,7 +28,7 @@ def microbatches(
 
     Args:    version: the policy version that consumes the batch.  capacity: M, microbatches of the program.
              microbatch_rows: R.  chunk: trained tokens of a row whose logits are live at once.
-    Returns: i32[M, R, T] tokens, positions, segment_ids; [M, R, K] target_index (column of the k-th trained token),
+    Returns: i32[M, R, T] tokens, positions, sample_ids; [M, R, K] target_index (column of the k-th trained token),
              target_tokens, target_mask, target_segments, target_turns, behaviour_logprobs, advantages, loss_weights,
              lag (version minus the token's), context_mixed and each extra; i32[M, R, K, *] support if there is one;
              i32[M] num_chunks that hold a trained token, and i32[] num_microbatches that hold a row.
@@ -71,7 +71,7 @@ def microbatches(
     return {
         "tokens": rows(batch.tokens),
         "positions": rows(batch.positions),
-        "segment_ids": rows(batch.segment_ids),
+        "sample_ids": rows(batch.sample_ids),
         "target_index": targets(columns),
         "target_tokens": targets(batch.tokens),
         "target_mask": targets(batch.targets_mask),

@@ -109,7 +109,7 @@ class ValueForward:
 def hidden_states(forward: Forward | ValueForward, params: Params, micro: DeviceBatch) -> jax.Array:
     """[R, T, D] of the rows of one microbatch."""
     positions = micro["positions"]
-    attend = forward.attention(positions, micro["segment_ids"])
+    attend = forward.attention(positions, micro["sample_ids"])
     return forward.model.hidden(
         params, micro["tokens"], positions, attend, forward.remat, forward.constrain
     )

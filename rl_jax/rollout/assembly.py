@@ -4,6 +4,7 @@ Owns: the layout of a trajectory's flat arrays. Invariants: tokens are those the
 once: prompt 0, sampled 0, prompt 1, sampled 1, ..., sampled last; loss_mask is True exactly on the sampled ones; every
 array is read-only, so its sha256 holds from here to the device.
 turn_ids: -1 on the initial prompt; i on what was added before turn i (from turn 1 on) and on what turn i sampled.
+A turn that began anew (a chat template rewrote what had been seen) added its whole context, which begins a sample.
 Must not: tokenise, wait, or decide whether an episode may be trained.
 """
 
@@ -41,6 +42,7 @@ class ClosedEpisode:
     truncated_by: str | None
     failure: Failure | None
     start_version: int
+    new_samples: tuple[int, ...] = ()  # turns, from 1, whose prompt_tokens are a whole context
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +69,7 @@ def assemble(episode: ClosedEpisode, reward: Reward) -> Trajectory:
         logprobs[sampled] = np.concatenate([_behaviour_logprobs(turn) for turn in turns])
         versions[sampled] = np.concatenate([turn.versions for turn in turns])
         mixed[sampled] = np.concatenate([turn.context_mixed for turn in turns])
+    turn_starts = np.cumsum([0, *map(sum, zip(sizes[::2], sizes[1::2], strict=True))])
     rewards = [step.reward for step in episode.steps] + [None] * (len(turns) - len(episode.steps))
     support = _support(turns, sampled)
     arrays = {
@@ -100,6 +103,7 @@ def assemble(episode: ClosedEpisode, reward: Reward) -> Trajectory:
         truncated_by=episode.truncated_by,
         failure=episode.failure,
         start_version=episode.start_version,
+        sample_starts=(0, *turn_starts[list(episode.new_samples)].tolist()),
     )
 
 

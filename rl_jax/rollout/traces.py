@@ -54,7 +54,7 @@ class TraceError(ValueError):
 def trajectory_sha256(trajectory: Trajectory) -> str:
     """Over the little-endian bytes of tokens, loss_mask u8, logprobs, versions, reward f64 (NaN = unscored).
 
-    And of support, where there is one.
+    And of support, where there is one, and of sample_starts, where there are several.
     """
     value = trajectory.reward.value
     digest = hashlib.sha256()
@@ -65,6 +65,8 @@ def trajectory_sha256(trajectory: Trajectory) -> str:
     digest.update(np.array(math.nan if value is None else value, "<f8"))
     if trajectory.support is not None:
         digest.update(np.ascontiguousarray(trajectory.support, "<i4"))
+    if len(trajectory.sample_starts) > 1:
+        digest.update(np.array(trajectory.sample_starts, "<i4"))
     return digest.hexdigest()
 
 
@@ -151,6 +153,7 @@ def encode_trajectory(trajectory: Trajectory, render: Callable[[np.ndarray], str
     record["outcome"] = t.outcome.value
     record["reward"] = {**vars(t.reward), "parts": dict(t.reward.parts)}
     record["failure"] = vars(t.failure) if t.failure else None
+    record["sample_starts"] = list(t.sample_starts)
     record["support"] = None
     if t.support is not None:
         kept = [row[row >= 0].tolist() for row in t.support[t.versions >= 0]]
@@ -178,6 +181,7 @@ def decode_trajectory(line: bytes | str) -> Trajectory:
     return Trajectory(
         **{name: record[name] for name in _PLAIN},
         **arrays,
+        sample_starts=tuple(record.get("sample_starts", (0,))),  # older traces have none
         state_keys=tuple(record["state_keys"]),
         turns=_decode_turns(record["turns"], arrays),
         reward=Reward(**{**reward, "turn_values": tuple(reward["turn_values"])}),

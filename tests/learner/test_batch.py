@@ -61,6 +61,22 @@ def test_each_trajectory_lies_whole_in_one_row_with_its_own_segment():
     assert not batch.targets_mask[padding].any() and (batch.versions[padding] == -1).all()
 
 
+def test_contexts_of_a_trajectory_are_apart_and_its_segment_is_one():
+    (group,) = [fake_group(0, [0.0, 1.0], [12, 9])]
+    first = replace(group.trajectories[0], sample_starts=(0, 5, 9))
+    batch = pack([replace(group, trajectories=(first, group.trajectories[1]))], settings(24))
+    samples, positions, segments = (
+        batch.gather(a, 2) for a in (batch.sample_ids, batch.positions, batch.segment_ids)
+    )
+    assert samples[0].tolist() == [1] * 5 + [2] * 4 + [3] * 3
+    assert samples[1].tolist() == [4] * 9
+    assert positions[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
+    assert segments[0].tolist() == [1] * 12 and segments[1].tolist() == [2] * 9
+    assert batch.sample_lengths == [5, 4, 3, 9]
+    with pytest.raises(ValueError, match="r/0/0/0 trains the first token of a context"):
+        pack([replace(group, trajectories=(replace(first, sample_starts=(0, 3)),))], settings(24))
+
+
 def test_rows_are_filled_longest_first():
     lengths = [8, 16, 5, 11, 7, 9]
     batch = pack([fake_group(0, [0.0] * 6, lengths)], settings())
@@ -215,7 +231,7 @@ def test_what_cannot_be_packed_is_named():
         return replace(group, trajectories=(replace(member, **changes),))
 
     first = np.ones(20, bool)
-    with pytest.raises(ValueError, match=r"r/0/7/0 trains its first token"):
+    with pytest.raises(ValueError, match=r"r/0/7/0 trains the first token of a context"):
         pack([group_with(loss_mask=first)], settings(row_tokens=32))
     bad = np.where(member.loss_mask, np.nan, 0).astype(np.float32)
     with pytest.raises(ValueError, match=r"r/0/7/0: behaviour log-prob nan at token 3"):

@@ -242,6 +242,37 @@ def test_scored_logprobs_are_those_of_the_tempered_distribution(learner, model_a
         np.testing.assert_allclose(sums[columns], want, rtol=1e-4)
 
 
+def test_contexts_of_one_trajectory_train_as_if_they_were_two(learner, model_and_params):
+    """A chat template rewrote history at token 13: nothing of what stood before is seen behind it."""
+    whole = fake_group(0, [1.0, 0.0], [22, 9])
+    member, other = whole.trajectories
+    cut = lambda own, uid: replace(
+        member, uid=uid, turn_rewards=member.turn_rewards,
+        **{n: getattr(member, n)[own] for n in ("tokens", "loss_mask", "logprobs", "versions",
+                                                "context_mixed", "turn_ids")},
+    )  # fmt: skip
+    parts = (cut(slice(13), "r/0/0/0a"), cut(slice(13, None), "r/0/0/0b"))
+    joined = replace(whole, trajectories=(replace(member, sample_starts=(0, 13)), other))
+    split = replace(whole, trajectories=(*parts, other))
+    (a, _), (b, c, _) = (
+        batch.gather(learner.score(batch, {"old_logprobs"})["old_logprobs"], n)
+        for batch, n in ((pack([joined], learner.settings), 2), (pack([split], learner.settings), 3))
+    )  # fmt: skip
+    np.testing.assert_allclose(a, np.concatenate([b, c]), atol=1e-6)
+    plain = pack([whole], learner.settings)
+    unsplit = plain.gather(learner.score(plain, {"old_logprobs"})["old_logprobs"], 2)[0]
+    assert np.abs(a - unsplit)[13:].max() > 1e-3
+
+    def gradient(group, advantages):
+        batch = batch_for(learner, [group])
+        placed = batch.place(advantages, np.float32)
+        learner.reset(model_and_params[1])
+        learner.step(replace(batch, advantages=np.where(batch.targets_mask, placed, 0)), 0)
+        return optax.tree_utils.tree_get(learner.state.opt_state, "mu")
+
+    assert_close(gradient(joined, [0.7, -0.4]), gradient(split, [0.7, 0.7, -0.4]))
+
+
 def test_a_sampler_with_the_same_weights_shows_no_mismatch(learner):
     """The step's own log-probs are compared with the sampler's, split by the lag the version gives."""
     groups = some_groups(version=3)
