@@ -5,8 +5,8 @@ stored. Beside it: schema.py (types), overrides.py (`--config.a.b=value`), valid
 Life of a config: 1 `default_config()` takes every default from the dataclasses of settings.py. 2 The config file's
 `get_config(arg)` changes some; FieldReferences let one value follow another. 3 `--mesh` replaces its mesh. 4 Overrides
 are set in the order given, wherever they stand on the command line, so that references follow them. 5 The tree is
-resolved and built into the frozen `Settings`. 6 validate.py looks at all values together. 7 A 0 that stands for a value
-of another section is replaced by it.
+resolved and built into the frozen `Settings`. 6 A tokenizer of "" becomes the one that it stands for, and validate.py
+looks at all values together. 7 A 0 that stands for a value of another section is replaced by it.
 Errors of all steps are collected and raised once, as ConfigError with one line each.
 Must not: import jax, touch the disk beyond reading config files, or let a word of the command line go unused.
 """
@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> Parsed:
     if config is None:
         raise ConfigError(errors)
     tree = resolve(config, parse_overrides(overrides, errors), errors)
-    settings = schema.build(Settings, tree, "", errors)
+    settings = _with_tokenizer(schema.build(Settings, tree, "", errors))
     told = {error.split("=")[0] for error in errors}
     found = [e for e in check(settings, options.mode) if e.split("=")[0] not in told]
     if is_stored:  # nobody typed these values
@@ -128,6 +128,14 @@ def _filled(settings: Settings) -> Settings:
     if algorithm.aggregation == "seq-mean-token-sum-norm" and not algorithm.max_response_tokens:
         algorithm = replace(algorithm, max_response_tokens=settings.engine.context)
     return replace(settings, algorithm=algorithm)
+
+
+def _with_tokenizer(settings: Settings) -> Settings:
+    """Before the checks, which compare tokenizers: "" becomes the source's, or byte where there is none."""
+    model = settings.model
+    return replace(
+        settings, model=replace(model, tokenizer=model.tokenizer or model.source or "byte")
+    )
 
 
 def default_config() -> ConfigDict:

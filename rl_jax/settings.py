@@ -10,9 +10,28 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class RopeSettings:
+    """How rotary frequencies are stretched for contexts beyond those of pretraining."""
+
+    scaling: str = "none"  # none | linear (arXiv:2306.15595) | llama3 | yarn (arXiv:2309.00071)
+    factor: float = 1.0  # by which contexts are longer; at least 1
+    original_context: int = 0  # positions of pretraining, which llama3 and yarn need
+    # llama3: wavelengths above original_context / low are stretched, below original_context / high are not
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    # yarn: turns within original_context, above the first of which nothing is stretched, below the second all
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0  # yarn: of cosines and sines; 0 = 0.1 ln(factor) + 1
+
+
+@dataclass(frozen=True)
 class ModelSettings:
     family: str = "decoder"  # a name of MODELS, or "package.module:attribute"
-    tokenizer: str = "byte"  # a name of TOKENIZERS
+    # Hugging Face directory that architecture, tokenizer and first weights come from; "" = none
+    source: str = ""
+    # a name of TOKENIZERS, a directory with tokenizer.json, or "package.module:attribute"; "" = the source's, or byte
+    tokenizer: str = ""
     vocab_size: int = 0  # 0 = the tokenizer's
     num_layers: int = 2
     embed_size: int = 96
@@ -20,11 +39,23 @@ class ModelSettings:
     num_kv_heads: int = 2
     head_dim: int = 24
     mlp_size: int = 256
+    activation: str = "silu"  # of the gate: silu | gelu_tanh
     rope_theta: float = 10_000.0
+    rope_theta_local: float = 0.0  # of layers with a window, unscaled; 0 = as the others
+    rope: RopeSettings = RopeSettings()
+    window: int = 0  # tokens a windowed layer sees back, its own included; 0 = no layer has one
+    full_every: int = 0  # layers n, 2n, ... (from 1) see everything; 0 = every layer has the window
+    attention_scale: float = 0.0  # of scores; 0 = head_dim ** -0.5
+    attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0 = none
+    logit_softcap: float = 0.0  # the same of logits
     norm_eps: float = 1e-6
+    norm_offset: bool = False  # norms multiply by 1 + weight
+    post_norms: bool = False  # norms behind attention and mlp too, before the residual sum
     qk_norm: bool = False
     qkv_bias: bool = False
+    scale_embed: bool = False  # embeddings times sqrt(embed_size)
     tie_embeddings: bool = True
+    max_context: int = 0  # positions the model was trained for, engine.context at most; 0 = unknown
     dtype: str = "float32"  # of activations and served weights: float32 | bfloat16
     param_dtype: str = "float32"  # of the trained master weights
 

@@ -19,6 +19,7 @@ from rl_jax.algorithms import ALGORITHMS, options
 from rl_jax.data.check import data_errors
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
+from rl_jax.models.features import ACTIVATIONS, ROPE_FIELDS, context_errors, feature_errors
 from rl_jax.progress import PROGRESS_FORMS
 from rl_jax.rewards import REWARDS
 from rl_jax.role_source import NEEDED_ROLE, role_errors
@@ -48,7 +49,21 @@ INTERVALS = {
     "model.head_dim": "[2, inf)",
     "model.mlp_size": "[1, inf)",
     "model.rope_theta": "(0, inf)",
+    "model.rope_theta_local": "[0, inf)",
+    "model.rope.factor": "[1, inf)",
+    "model.rope.original_context": "[0, inf)",
+    "model.rope.low_freq_factor": "(0, inf)",
+    "model.rope.high_freq_factor": "(0, inf)",
+    "model.rope.beta_fast": "(0, inf)",
+    "model.rope.beta_slow": "(0, inf)",
+    "model.rope.attention_factor": "[0, inf)",
+    "model.window": "[0, inf)",
+    "model.full_every": "[0, inf)",
+    "model.attention_scale": "[0, inf)",
+    "model.attention_softcap": "[0, inf)",
+    "model.logit_softcap": "[0, inf)",
     "model.norm_eps": "(0, 1)",
+    "model.max_context": "[0, inf)",
     "engine.slots": "[1, inf)",
     "engine.context": "[2, inf)",
     "engine.steps_per_block": "[1, inf)",
@@ -134,6 +149,8 @@ SOURCE_INTERVALS = {"script_episodes": "[0, inf)", "script_skill": "[0, 1]"}  # 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
+    "model.activation": ACTIVATIONS,
+    "model.rope.scaling": tuple(ROPE_FIELDS),
     "mesh.platform": ("", "cpu"),
     "tasks.curriculum.name": ("none", "dump"),
     "rollout.short_group_infra": ("replace", "survivors", "drop"),
@@ -156,10 +173,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 NAMES: dict[str, Mapping[str, Any]] = {
     "model.family": MODELS,
-    "model.tokenizer": TOKENIZERS,
     "rollout.scheduler": SCHEDULERS,
     "algorithm.name": ALGORITHMS,
 }
+
+TOKENIZER_FILE = "tokenizer.json"
 
 _PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TAG = re.compile(r"[a-z][a-z0-9_]*")
@@ -176,6 +194,7 @@ def check(settings: Settings, mode: str = "train") -> list[str]:
             errors.append(f"{key}={values[key]} is not one of {known}")
     for key, table in NAMES.items():
         errors += check_name(key, values[key], table)
+    errors += _tokenizer_errors(settings.model.tokenizer)
     errors += _task_errors(settings)
     sound = _repaired(settings, [error.partition("=")[0] for error in errors])
     for rule in RULES:
@@ -200,6 +219,18 @@ def check_name(key: str, name: str, table: Mapping[str, Any]) -> list[str]:
         return []
     near = schema.nearest(name, table) or sorted(table)
     return [f'{key}={name} is unknown; use {", ".join(near)}, or "package.module:attribute"']
+
+
+def _tokenizer_errors(name: str) -> list[str]:
+    """A name as check_name takes it, or a directory."""
+    if not name or (Path(name) / TOKENIZER_FILE).is_file():
+        return []
+    if Path(name).is_dir():
+        return [
+            f"model.tokenizer={name} is a directory without {TOKENIZER_FILE}; give one that holds it"
+        ]
+    found = check_name("model.tokenizer", name, TOKENIZERS)
+    return [f"{error}, or a directory that holds {TOKENIZER_FILE}" for error in found]
 
 
 def foreign_packages(root: Path) -> list[str]:
@@ -284,6 +315,7 @@ def _model(s: Settings) -> Iterator[str]:
         yield f"model.num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}; use one of {fits}"
     if m.head_dim % 2:
         yield f"model.head_dim={m.head_dim} is odd; rope rotates pairs, use {m.head_dim + 1}"
+    yield from feature_errors(m)
 
 
 def _engine(s: Settings) -> Iterator[str]:
@@ -296,6 +328,7 @@ def _engine(s: Settings) -> Iterator[str]:
             f"rollout.max_new_tokens={s.rollout.max_new_tokens} leaves no room for a prompt in"
             f" engine.context={e.context}; use less, or a longer context"
         )
+    yield from context_errors(s.model, e.context)
     if s.learner.row_tokens < e.context:
         yield (
             f"learner.row_tokens={s.learner.row_tokens} is below engine.context={e.context}: a trajectory lies whole"

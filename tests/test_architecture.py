@@ -106,7 +106,7 @@ NO_JAX = (
     "rl_jax/signals.py", "rl_jax/tokens.py", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
     "rl_jax/mesh/plan.py",
     "rl_jax/configs", "rl_jax/rewards", "rl_jax/rollout", "rl_jax/data", "rl_jax/algorithms/__init__.py",
-    "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py",
+    "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",
     "envs", "mesh_configs",
 )  # fmt: skip
 

@@ -112,6 +112,16 @@ BAD = [
     ("--config.tasks.sources[0].reward=exact", "tasks.sources[0].reward=exact is unknown; use exact_match, or"),
     ("--config.algorithm.name=my.module:", 'is not of the form "package.module:attribute"'),
     ("--config.algorithm.name=no_such_pkg.m:C", "there is no package no_such_pkg"),
+    ("--config.model.tokenizer=tests", "model.tokenizer=tests is a directory without tokenizer.json"),
+    ("--config.model.activation=relu", "model.activation=relu is not one of silu, gelu_tanh"),
+    ("--config.model.window=-1", "model.window=-1 must be at least 0"),
+    ("--config.model.full_every=2", "model.full_every=2 is of models with windowed layers, but model.window=0"),
+    ("--config.model.rope_theta_local=1e4", "model.rope_theta_local=10000.0 is of models with windowed layers"),
+    ("--config.model.rope.scaling=dynamic", "model.rope.scaling=dynamic is not one of none, linear, llama3, yarn"),
+    ("--config.model.rope.factor=2", "model.rope.factor=2.0 is not read by model.rope.scaling=none"),
+    ("--config.model.rope.factor=0.5", "model.rope.factor=0.5 must be at least 1"),
+    ("--config.model.rope.scaling=yarn", "model.rope.original_context=0 must be the positions of pretraining"),
+    ("--config.model.max_context=100", "engine.context=256 is above model.max_context=100"),
     ("--config.model.dtype=fp8", "model.dtype=fp8 is not one of float32, bfloat16"),
     ("--config.weights.kv=drop", "weights.kv=drop is not one of recompute, keep"),
     ("--config.cluster.backend=ray", "cluster.backend=ray is not one of inproc"),
@@ -368,6 +378,7 @@ def test_partial_config_takes_the_defaults(tmp_path):
     assert parse([file]).settings == replace(
         plain,
         steps=3,
+        model=replace(plain.model, tokenizer="byte"),
         engine=replace(plain.engine, slots=4),
         algorithm=resolved(plain.algorithm),
     )
@@ -527,6 +538,8 @@ def test_every_setting_has_a_rule():
     """A number has an interval, a word a choice or a table; the rest is listed here with the reason."""
     elsewhere = {
         "run_id",  # a pattern
+        "model.source",  # a directory
+        "model.tokenizer",  # a name or a directory
         "engine.chunk_sizes",  # ascending
         "rollout.replay_dir",  # by mode
         "data.path",

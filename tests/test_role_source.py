@@ -49,7 +49,7 @@ def test_a_run_means_its_last_checkpoint_and_brings_its_own_model(teacher):
 
 def test_a_role_that_cannot_score_the_policys_tokens_is_refused(teacher):
     own = ModelSettings(tokenizer="my.pkg:Tokenizer")
-    with pytest.raises(ValueError, match="model.tokenizer=byte, the policy my.pkg:Tokenizer"):
+    with pytest.raises(ValueError, match="model.tokenizer=, the policy my.pkg:Tokenizer"):
         find_source("teacher", str(teacher), own)
     with pytest.raises(ValueError, match="reference.checkpoint=nowhere has no checkpoint; give a"):
         find_source("reference", "nowhere", own)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.packed_attention import SAVED as ATTENTION
 from rl_jax.models.attention import Attend, FusedAttend, apply_rope, rope_angles
+from rl_jax.models.features import feature_errors
 from rl_jax.models.layers import MATMUL, RMSNorm, linear, lookup, weight
 from rl_jax.models.model import Constrain, Join, Model, model_from_module
 from rl_jax.settings import ModelSettings
@@ -267,4 +268,4 @@ def model_errors(settings: ModelSettings, vocab_size: int) -> list[str]:
     for name in ("dtype", "param_dtype"):
         if getattr(s, name) not in ("float32", "bfloat16"):
             errors.append(f"model.{name}={getattr(s, name)!r} must be float32 or bfloat16")
-    return errors
+    return [*errors, *feature_errors(s)]
