@@ -1,8 +1,9 @@
 """Log-probs of target tokens and entropies straight from hidden states and the output head; [T, V] never exists.
 
-    z = hidden @ head / temperature,    logprob = z[target] - lse(z),    entropy = lse(z) - sum(softmax(z) z)
+    z = cap(hidden @ head) / temperature,    logprob = z[target] - lse(z),    entropy = lse(z) - sum(softmax(z) z)
 
-in float32, whatever the inputs' dtype. A target outside [0, V) has probability 0: log-prob -inf, entropy as ever.
+in float32, whatever the inputs' dtype; cap(x) = softcap tanh(x / softcap), or x where softcap is 0. A target outside
+[0, V) has probability 0: log-prob -inf, entropy as ever.
 Invariants: both outputs are differentiable in hidden and head, by hand-written rules: nothing differentiates through
 the loops. The only logits alive are one chunk's. The gradient of a logit is rounded to the inputs' dtype before its
 two matmuls, the gradient of the head is summed in float32 over chunks and rounded once.
@@ -44,6 +45,7 @@ class _Plan:
     """What is static in a call."""
 
     temperature: float
+    softcap: float
     chunk: int
     split: Split | None
     hopper: Hopper | None
@@ -55,6 +57,7 @@ def linear_logprob(
     targets: jax.Array,
     temperature: float = 1.0,
     *,
+    softcap: float = 0.0,
     chunk: int = 1024,
     num_chunks: jax.Array | int | None = None,
     split: Split | None = None,
@@ -63,15 +66,16 @@ def linear_logprob(
     """(log-probs, entropies), f32[..., T], natural log.
 
     Args:    hidden: [..., T, D].  head: [D, V], same dtype.  targets: i32[..., T].  temperature: static, above 0.
+             softcap: of logits, static; 0 = none.
              chunk: positions of a row whose logits are live at once; all rows go together.
              num_chunks: chunks from here on are not computed and give 0 (data; None = all).
              split: of global arrays on a mesh, under jit: the first dimension of hidden and the second of head must
              divide by their axes. Then each device works on its own part, and sums over devices come once, at the end.
              hopper: compute what needs logits by Mosaic kernels where they fit: bfloat16, D a multiple of 64, and whole
-             tiles of 256 columns; the rest goes the portable way. None = all portable.
-    Raises:  ValueError for shapes or dtypes that do not fit, or a temperature that is not above 0.
+             tiles of 256 columns; the rest goes the portable way, and all of it with a softcap. None = all portable.
+    Raises:  ValueError for shapes or dtypes that do not fit, a temperature that is not above 0, or a softcap below 0.
     """
-    _check(hidden, head, targets, temperature)
+    _check(hidden, head, targets, temperature, softcap)
     *leading, T, D = hidden.shape
     if targets.size == 0:
         return jnp.zeros(targets.shape, jnp.float32), jnp.zeros(targets.shape, jnp.float32)
@@ -82,18 +86,23 @@ def linear_logprob(
     targets = jnp.pad(targets, ((0, 0), (0, padding)))
     all_chunks = (T + padding) // chunk
     num_chunks = jnp.minimum(all_chunks if num_chunks is None else num_chunks, all_chunks)
-    plan = _Plan(float(temperature), chunk, split, hopper)
+    plan = _Plan(float(temperature), float(softcap), chunk, split, None if softcap else hopper)
     outputs = _linear_logprob(plan, hidden, head, targets, num_chunks)
     logprobs, entropy = (x[:, :T].reshape(*leading, T) for x in outputs)
     return logprobs, entropy
 
 
 def linear_logprob_ref(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float = 1.0
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    temperature: float = 1.0,
+    softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """The same in plain jnp, holding [..., T, V]; float64 if an input is."""
     wide = jnp.promote_types(jnp.promote_types(hidden.dtype, head.dtype), jnp.float32)
-    z = jnp.einsum("...td,dv->...tv", hidden.astype(wide), head.astype(wide)) / temperature
+    z = jnp.einsum("...td,dv->...tv", hidden.astype(wide), head.astype(wide))
+    z = (softcap * jnp.tanh(z / softcap) if softcap else z) / temperature
     logprobs = jax.nn.log_softmax(z)
     V = head.shape[1]
     chosen = jnp.take_along_axis(logprobs, jnp.clip(targets, 0, V - 1)[..., None], axis=-1)[..., 0]
@@ -101,7 +110,9 @@ def linear_logprob_ref(
     return jnp.where(inside, chosen, -jnp.inf), -(jnp.exp(logprobs) * logprobs).sum(axis=-1)
 
 
-def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float) -> None:
+def _check(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float, softcap: float
+) -> None:
     if hidden.ndim < 2 or head.ndim != 2 or hidden.shape[-1] != head.shape[0]:
         raise ValueError(f"hidden [..., T, D]={hidden.shape} does not fit head [D, V]={head.shape}")
     if targets.shape != hidden.shape[:-1]:
@@ -110,6 +121,8 @@ def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: 
         raise ValueError(f"hidden is {hidden.dtype} and head {head.dtype}; cast one to the other")
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0; log-probs have no limit at 0")
+    if not softcap >= 0:
+        raise ValueError(f"softcap={softcap} must be at least 0; 0 = none")
 
 
 # --- the differentiation rule ---------------------------------------------------------------------------------------
@@ -259,7 +272,7 @@ def _gradients(plan: _Plan, hidden, head, rows, num_chunks) -> tuple[jax.Array, 
 
 
 def _chunk_stats(plan: _Plan, hidden, head, targets) -> dict[str, jax.Array]:
-    z = product("bcd,dv->bcv", hidden, head) / plan.temperature
+    z = _capped(plan, product("bcd,dv->bcv", hidden, head)) / plan.temperature
     inside = (targets >= 0) & (targets < head.shape[1])
     at = jnp.where(inside, targets, 0)[..., None]
     largest = z.max(axis=-1)
@@ -276,10 +289,17 @@ def _chunk_stats(plan: _Plan, hidden, head, targets) -> dict[str, jax.Array]:
 def _chunk_logits(plan: _Plan, hidden, head, row) -> jax.Array:
     """Gradient of the logits [B, chunk, V] of one chunk, in hidden's dtype."""
     row = {name: value[..., None] for name, value in row.items()}
-    log_p = product("bcd,dv->bcv", hidden, head) / plan.temperature - row["lse"]
+    capped = _capped(plan, product("bcd,dv->bcv", hidden, head))
+    log_p = capped / plan.temperature - row["lse"]
     of_logits = jnp.where(jnp.arange(head.shape[1]) == row["targets"], row["onehot"], 0.0)
     of_logits -= jnp.exp(log_p) * (row["base"] + row["slope"] * log_p)
+    if plan.softcap:
+        of_logits *= 1.0 - jnp.square(capped / plan.softcap)
     return of_logits.astype(hidden.dtype)
+
+
+def _capped(plan: _Plan, logits: jax.Array) -> jax.Array:
+    return plan.softcap * jnp.tanh(logits / plan.softcap) if plan.softcap else logits
 
 
 def _merge(parts: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:

@@ -2,7 +2,7 @@
 
 A decode step writes each slot's new k, v to its cache row and attends over what is live of it: `triton`
 (kernels/decode_attention.py) does both in one kernel and reads live positions only; `cudnn` appends apart and reads
-live positions only, also with few slots; `plain` runs anywhere and reads whole rows.
+live positions only, also with few slots; `plain` runs anywhere, for every model, and reads whole rows.
 A chunk of fresh requests looks at nothing but itself: it is a packed row for a kernel of kernels/packed_attention.py,
 which reads no cache and holds no scores. Without one, and where a request goes on, programs.extend reads the cache.
 What runs is chosen once, from the mesh's first device, when the engine is built, and is logged with the reasons.
@@ -12,7 +12,7 @@ Must not: choose while tracing.
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import jax
@@ -23,6 +23,7 @@ from kernels import cudnn_attention, decode_attention
 from kernels.packed_attention import KERNELS, Split, unfit
 from rl_jax.mesh import RulesLike, mesh_axes
 from rl_jax.models.attention import Attend, attention, packed_attend
+from rl_jax.models.features import Form, attention_unfit, layers_unfit
 from rl_jax.settings import ModelSettings
 
 LOG = logging.getLogger(__name__)
@@ -35,8 +36,9 @@ class StepAttention:
     """What runs. Both give (out [S, H, Dh], the cache with the new k, v); slots: (position i32[S], active bool[S])."""
 
     name: str
-    # (q [S, H, Dh], new k and v [S, K, Dh], cache k and v [S, T, K, Dh], slots)
-    of_heads: Callable[[jax.Array, Pair, Pair, Pair], tuple[jax.Array, Pair]]
+    # (q [S, H, Dh], new k and v [S, K, Dh], cache k and v [S, T, K, Dh], slots, the layer's form, which only `plain`
+    # reads: the kernels are not chosen for models where it says anything)
+    of_heads: Callable[[jax.Array, Pair, Pair, Pair, Form], tuple[jax.Array, Pair]]
     # One device only, where it brings kernels for the whole layer (models.attention.FusedAttend):
     # (product [P, S, K, G + 2, Dh] in parts, bias [K, G + 2, Dh] or None, (cos, sin) f32[S, Dh / 2], cache, slots)
     of_product: Callable[..., tuple[jax.Array, Pair]] | None = None
@@ -44,23 +46,32 @@ class StepAttention:
 
 
 def choose_attention(
-    settings: ModelSettings, slots: int, rules: RulesLike, mesh: Mesh
+    settings: ModelSettings, slots: int, rules: RulesLike, mesh: Mesh, context: int = 0
 ) -> StepAttention:
-    """The best for this mesh and so many slots."""
+    """The best for this mesh, so many slots, and contexts of at most so many tokens (0 = not known)."""
     device = mesh.devices.flat[0]
     capability = getattr(device, "compute_capability", "")
     split = mesh_axes(("slots", "kv_heads"), rules)
     shards = prod(mesh.shape[axis] for axes in split for axis in axes) if mesh.size > 1 else 1
     programs = slots * settings.num_kv_heads // shards
     dtype, head_dim = settings.dtype, settings.head_dim
+    odd = attention_unfit(settings, context)
     reasons = {
-        TRITON: decode_attention.unfit(device.platform, dtype, head_dim, programs),
-        CUDNN: unfit("cudnn", device.platform, capability, dtype, head_dim),
+        TRITON: decode_attention.unfit(device.platform, dtype, head_dim, programs) or odd,
+        CUDNN: unfit("cudnn", device.platform, capability, dtype, head_dim) or odd,
         PLAIN: "",
     }
     best = next(attention for attention, why in reasons.items() if not why)
-    why = "; ".join(why for why in reasons.values() if why)
-    LOG.info("decode attention: %s on %s (%s)", best.name, device.device_kind, why)
+    why = [why for why in reasons.values() if why]
+    if best.of_product is not None and (odd_layers := layers_unfit(settings)):
+        best = replace(best, of_product=None)
+        why.append(odd_layers)
+    LOG.info(
+        "decode attention: %s on %s (%s)",
+        best.name,
+        device.device_kind,
+        "; ".join(dict.fromkeys(why)),
+    )
     return best if best is PLAIN or mesh.size == 1 else by_shard(best, mesh, *split)
 
 
@@ -69,9 +80,9 @@ ChunkAttention = Callable[[jax.Array, int], Attend]
 
 
 def choose_chunk_attention(
-    settings: ModelSettings, rules: RulesLike, mesh: Mesh
+    settings: ModelSettings, rules: RulesLike, mesh: Mesh, context: int = 0
 ) -> ChunkAttention | None:
-    """The kernel for fresh chunks on this mesh, None where there is none."""
+    """The kernel for fresh chunks on this mesh, None where there is none. context: as of choose_attention."""
     device = mesh.devices.flat[0]
     capability = getattr(device, "compute_capability", "")
     heads, kv_heads = mesh_axes(("heads", "kv_heads"), rules)
@@ -83,6 +94,9 @@ def choose_chunk_attention(
         for kernel in KERNELS
         if not unfit(kernel, device.platform, capability, settings.dtype, settings.head_dim)
     ]
+    if fits and (odd := attention_unfit(settings, context)):
+        LOG.info("attention of fresh chunks: from the cache (%s)", odd)
+        return None
     if not fits:
         return None
     LOG.info("attention of fresh chunks: %s on %s", fits[0], device.device_kind)
@@ -93,14 +107,14 @@ def by_shard(step: StepAttention, mesh: Mesh, slots, heads) -> StepAttention:
     """step on each device's own slots and heads; slots, heads: the mesh axes that split them."""
     rows, cache = PartitionSpec(slots, heads), PartitionSpec(slots, None, heads)
     slot = PartitionSpec(slots)
-    of_heads = jax.shard_map(
-        step.of_heads,
+    sharded = jax.shard_map(
+        lambda q, new, cache, slots: step.of_heads(q, new, cache, slots, Form()),
         mesh=mesh,
         in_specs=(rows, (rows, rows), (cache, cache), (slot, slot)),
         out_specs=(rows, (cache, cache)),
         check_vma=False,
     )
-    return StepAttention(step.name, of_heads)
+    return StepAttention(step.name, lambda *arrays_and_form: sharded(*arrays_and_form[:4]))
 
 
 def append(new: Pair, cache: Pair, slots: Pair) -> Pair:
@@ -112,19 +126,32 @@ def append(new: Pair, cache: Pair, slots: Pair) -> Pair:
     return k, v
 
 
-def plain(q: jax.Array, new: Pair, cache: Pair, slots: Pair) -> tuple[jax.Array, Pair]:
+def plain(
+    q: jax.Array, new: Pair, cache: Pair, slots: Pair, form: Form = Form()
+) -> tuple[jax.Array, Pair]:
     k, v = append(new, cache, slots)
-    mask = (jnp.arange(k.shape[1]) <= slots[0][:, None])[:, None]  # [S, 1, T]
-    return attention(q[:, None], k, v, mask)[:, 0], (k, v)
+    mask = visible_positions(slots[0][:, None], k.shape[1], form.window)
+    return attention(q[:, None], k, v, mask, form)[:, 0], (k, v)
 
 
-def cudnn(q: jax.Array, new: Pair, cache: Pair, slots: Pair) -> tuple[jax.Array, Pair]:
+def visible_positions(position: jax.Array, length: int, window: int) -> jax.Array:
+    """bool[..., length]: cache places that a query at `position` i32[...] sees: all up to it, or the last `window`."""
+    places, position = jnp.arange(length), position[..., None]
+    mask = places <= position
+    return mask & (places > position - window) if 0 < window < length else mask
+
+
+def cudnn(
+    q: jax.Array, new: Pair, cache: Pair, slots: Pair, _: Form = Form()
+) -> tuple[jax.Array, Pair]:
     k, v = append(new, cache, slots)
     lengths = jnp.where(slots[1], slots[0] + 1, 1)
     return cudnn_attention.decode(q, k, v, lengths), (k, v)
 
 
-def triton(q: jax.Array, new: Pair, cache: Pair, slots: Pair) -> tuple[jax.Array, Pair]:
+def triton(
+    q: jax.Array, new: Pair, cache: Pair, slots: Pair, _: Form = Form()
+) -> tuple[jax.Array, Pair]:
     """Heads that are normed and rotated already: as a product with nothing left to do."""
     S, K, Dh = new[0].shape
     product = jnp.concatenate([q.reshape(S, K, -1, Dh), *(x[:, :, None] for x in new)], axis=2)

@@ -94,8 +94,8 @@ class JaxEngine:
         self.prefix_sharding = named_sharding((None, *self.spec.axes[1:]), rules_serve, mesh)
         self.visible_buckets = buckets(MIN_VISIBLE, settings.context)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        attention = choose_attention(s, settings.slots, rules_serve, mesh)
-        self.chunk_attention = choose_chunk_attention(s, rules_serve, mesh)
+        attention = choose_attention(s, settings.slots, rules_serve, mesh, settings.context)
+        self.chunk_attention = choose_chunk_attention(s, rules_serve, mesh, settings.context)
         self.step = programs.Step(attention, not on_cpu, settings.steps_per_block, support)
         self._compile()
 

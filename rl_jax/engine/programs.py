@@ -25,12 +25,14 @@ import jax
 import jax.numpy as jnp
 
 from kernels.decode_rows import add_norm, fits, gated_matmul, split_matmul
-from rl_jax.engine.attention import ChunkAttention, StepAttention
+from rl_jax.engine.attention import ChunkAttention, StepAttention, visible_positions
 from rl_jax.engine.sampling import sample, sample_tiled
 from rl_jax.engine.state import FINISH_CODES, Cache, DecodeState, SlotState
 from rl_jax.models.attention import FusedAttend
 from rl_jax.models.attention import attention as attend_tiles
+from rl_jax.models.features import form_of
 from rl_jax.models.model import Model
+from rl_jax.settings import ModelSettings
 from rl_jax.types import FinishReason
 
 
@@ -61,7 +63,9 @@ def extend(
     write = {"mode": "drop", "unique_indices": True}
     new_kv = list(kv)
     if fresh is None:
-        of_cache = tiles(segment, position, lengths, token_row, (num_rows, visible, tile))
+        of_cache = tiles(
+            model.settings, segment, position, lengths, token_row, (num_rows, visible, tile)
+        )
     else:
         of_row = fresh(segment, lengths.shape[0])
 
@@ -70,7 +74,7 @@ def extend(
         k_cache = k_cache.at[place].set(k[0], **write)
         v_cache = v_cache.at[place].set(v[0], **write)
         new_kv[layer] = (k_cache, v_cache)
-        return of_cache(q, k_cache, v_cache) if fresh is None else of_row(layer, q, k, v)
+        return of_cache(layer, q, k_cache, v_cache) if fresh is None else of_row(layer, q, k, v)
 
     # The hidden states are not used, so XLA drops the last layer's attention and mlp.
     model.hidden(params, tokens[None], position[None], attend)
@@ -78,24 +82,30 @@ def extend(
 
 
 def tiles(
+    settings: ModelSettings,
     segment: jax.Array,
     position: jax.Array,
     lengths: jax.Array,
     token_row: jax.Array,
     sizes: tuple[int, int, int],  # rows of the cache, visible, tile
-) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """(q [1, C, H, Dh], the cache's k and v) -> [1, C, H, Dh], tile by tile."""
+) -> Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]:
+    """(layer, q [1, C, H, Dh], the cache's k and v) -> [1, C, H, Dh], tile by tile."""
     num_rows, visible, tile = sizes
     of_tile, of_token = tile_index(segment, lengths, tile)  # [N, tile], [C]
     tile_position = position.at[of_tile].get(mode="fill", fill_value=-1)  # [N, tile]
     tile_row = token_row.at[of_tile[:, 0]].get(mode="fill", fill_value=num_rows)  # [N]
-    mask = jnp.arange(visible) <= tile_position[:, :, None]  # [N, tile, visible]
+    forms = [form_of(settings, layer) for layer in range(settings.num_layers)]
+    masks = {  # [N, tile, visible]
+        window: visible_positions(tile_position, visible, window)
+        for window in sorted({form.window for form in forms})
+    }
 
-    def attend(q, k_cache, v_cache):
+    def attend(layer, q, k_cache, v_cache):
+        form = forms[layer]
         q_tiles = q[0].at[of_tile].get(mode="fill", fill_value=0)  # [N, tile, H, Dh]
         k_tiles = k_cache[:, :visible].at[tile_row].get(mode="clip")  # [N, visible, K, Dh]
         v_tiles = v_cache[:, :visible].at[tile_row].get(mode="clip")
-        out = attend_tiles(q_tiles, k_tiles, v_tiles, mask)
+        out = attend_tiles(q_tiles, k_tiles, v_tiles, masks[form.window], form)
         out = out.reshape(-1, *out.shape[2:])  # [N, tile, H, Dh] -> [N * tile, H, Dh]
         return out.at[of_token].get(mode="fill", fill_value=0)[None]
 
@@ -178,7 +188,8 @@ def decode_step(
 
     def attend(layer, q, k, v):
         new = (k[:, 0], v[:, 0])
-        out, new_kv[layer] = attention.of_heads(q[:, 0], new, new_kv[layer], where)
+        form = form_of(model.settings, layer)
+        out, new_kv[layer] = attention.of_heads(q[:, 0], new, new_kv[layer], where, form)
         return out[:, None]
 
     def of_product(layer, product, bias, angles):

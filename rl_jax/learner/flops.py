@@ -1,15 +1,17 @@
 """FLOPs of a model on sequences, and what the devices of a mesh could do: for cost predictions and utilisation.
 
-Counted is what the mathematics needs: matrices, attention to the half of each sequence that a token sees, the head on
-trained tokens; forward once and backward twice that, nothing recomputed and no padding (arXiv:2204.02311, appendix B).
+Counted is what the mathematics needs: matrices, attention to what a token sees of its sequence, the head on trained
+tokens; forward once and backward twice that, nothing recomputed and no padding (arXiv:2204.02311, appendix B).
 Must not: measure anything.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
 from jax.sharding import Mesh
 
+from rl_jax.models.features import form_of
 from rl_jax.models.model import Model
 from rl_jax.models.value import ValueModel
 
@@ -48,10 +50,19 @@ def matrix_weights(model: Model | ValueModel) -> int:
     )
 
 
+def seen_pairs(length: int, window: int) -> float:
+    """Pairs of tokens that a layer scores in a sequence: each with itself and those before, or `window` in all."""
+    inside = min(length, window or length)
+    return inside * (inside + 1) / 2 + (length - inside) * inside
+
+
 def train_flops(model: Model | ValueModel, lengths: Sequence[int], num_trained: int) -> float:
     """Of one step over sequences of these lengths, of whose tokens num_trained have a loss."""
     s, tokens = model.settings, sum(lengths)
-    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    windows = Counter(form_of(s, layer).window for layer in range(s.num_layers))
+    pairs = sum(
+        num * seen_pairs(length, window) for window, num in windows.items() for length in lengths
+    )
     head = 0 if isinstance(model, ValueModel) else s.embed_size * model.vocab_size
-    attention = 4 * s.num_layers * s.num_heads * s.head_dim * pairs
+    attention = 4 * s.num_heads * s.head_dim * pairs
     return 3.0 * (2 * matrix_weights(model) * tokens + attention + 2 * head * num_trained)

@@ -1,8 +1,8 @@
 """Log-probs and entropy of chosen tokens: [B, T, V] never exists, forwards or backwards (kernels/linear_logprob.py).
 
-The distribution is softmax(logits / temperature), in float32, the one that was sampled from; the
-same for the entropy. The head runs on what is trained only: chunks of trained tokens that hold none
-are not computed. `token_logprobs` is the formula itself, over logits that are at hand.
+The distribution is softmax(logits / temperature), in float32, of soft-capped logits where the model caps them: the one
+that was sampled from; the same for the entropy. The head runs on what is trained only: chunks of trained tokens that
+hold none are not computed. `token_logprobs` is the formula itself, over logits that are at hand.
 Tokens sampled by top-k or top-p came from a few ids, which are replayed: the distribution is then
 the softmax over those ids alone, so that at equal weights it is the sampler's, and no token gets a
 gradient that could not have been sampled. Only their columns of the head are read.
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.linear_logprob import Hopper, Split, linear_logprob
+from rl_jax.models.layers import soft_capped
 
 MAX_GATHERED = 1 << 26  # numbers of the head's columns that are copied at once: 256 MiB
 
@@ -53,6 +54,7 @@ def target_logprobs(
     *,
     chunk: int,
     temperature: float,
+    softcap: float = 0.0,
     split: Split | None = None,
     hopper: Hopper | None = None,
     support: Int[Array, "B K S"] | None = None,
@@ -69,10 +71,10 @@ def target_logprobs(
     before = jnp.maximum(index - 1, 0)  # an empty slot has column 0
     picked = jnp.take_along_axis(hidden, before[..., None], axis=1)  # [B, K, D]
     if support is not None:
-        how = {"chunk": chunk, "temperature": temperature}
+        how = {"chunk": chunk, "temperature": temperature, "softcap": softcap}
         return support_logprobs(picked, head, tokens, support, num_chunks, **how)
     how = {"chunk": chunk, "num_chunks": num_chunks, "split": split, "hopper": hopper}
-    return linear_logprob(picked, head, tokens, temperature, **how)
+    return linear_logprob(picked, head, tokens, temperature, softcap=softcap, **how)
 
 
 def support_logprobs(
@@ -84,6 +86,7 @@ def support_logprobs(
     *,
     chunk: int,
     temperature: float,
+    softcap: float = 0.0,
 ) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
     """(log-probs, entropy) under softmax(logits / temperature) over the ids of `support`, chunk by chunk.
 
@@ -104,7 +107,7 @@ def support_logprobs(
             "bcd,bcsd->bcs", hidden.astype(jnp.float32), rows, precision=jax.lax.Precision.HIGHEST
         )
         place = jnp.argmax(ids == tokens[..., None], axis=-1)
-        return token_logprobs(logits, place, temperature, keep)
+        return token_logprobs(soft_capped(logits, softcap), place, temperature, keep)
 
     def step(_, x):
         i, *arrays = x

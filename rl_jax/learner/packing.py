@@ -3,7 +3,8 @@
 Rows are cut into microbatches of R rows, and a microbatch's rows into as many equal runs as the mesh has batch shards;
 one such run is a cell. All shards go through the same number of microbatches and wait for each other in each, so that
 a step takes as long as the dearest cell of each microbatch: cells are filled to equal predicted cost, sum L + c sum
-L^2, where c is what attention costs beside the matrices. On one shard nobody waits, and fewest rows are best.
+L^2, where c is what attention costs beside the matrices (L^2 becomes w (2 L - w) in layers with a window of w). On one
+shard nobody waits, and fewest rows are best.
 Must not: look at more than lengths (same lengths, same rows).
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from rl_jax.learner.flops import matrix_weights
+from rl_jax.models.features import form_of
 from rl_jax.models.model import Model
 from rl_jax.models.value import ValueModel
 
@@ -24,10 +26,14 @@ class Balance:
 
     shards: int  # of a microbatch's rows
     quadratic: float  # c: cost of a token pair, in costs of a token
+    windowed: float = 0.0  # share of the layers that see back `window` tokens only
+    window: int = 0
 
     def cost(self, length: int) -> float:
         """Predicted work of one trajectory, in tokens."""
-        return length + self.quadratic * length * length
+        reach = min(length, self.window)
+        pairs = (1 - self.windowed) * length * length + self.windowed * reach * (2 * length - reach)
+        return length + self.quadratic * pairs
 
 
 def pair_cost(model: Model | ValueModel) -> float:
@@ -38,6 +44,12 @@ def pair_cost(model: Model | ValueModel) -> float:
     """
     s = model.settings
     return s.num_layers * s.num_heads * s.head_dim / matrix_weights(model)
+
+
+def balance_of(model: Model | ValueModel, shards: int) -> Balance:
+    s = model.settings
+    num_windowed = sum(form_of(s, layer).window > 0 for layer in range(s.num_layers))
+    return Balance(shards, pair_cost(model), num_windowed / s.num_layers, s.window)
 
 
 def balanced_rows(

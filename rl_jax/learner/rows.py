@@ -6,6 +6,7 @@ one mesh; a host Batch goes to as many of them as there are roles.
 Must not: know what is trained.
 """
 
+import logging
 from collections.abc import Mapping
 from math import ceil, prod
 from typing import Any
@@ -19,12 +20,14 @@ from kernels.linear_logprob import Hopper, Split
 from rl_jax.learner.attention import choose_attention
 from rl_jax.learner.batch import Batch
 from rl_jax.learner.microbatches import Arrays, microbatches
-from rl_jax.learner.packing import Balance, pair_cost
+from rl_jax.learner.packing import balance_of
 from rl_jax.learner.step import Forward, ValueForward
 from rl_jax.mesh import RulesLike, constrainer, mesh_axes, named_sharding, shardings
 from rl_jax.models.model import Model
 from rl_jax.models.value import ValueModel
-from rl_jax.settings import LearnerSettings
+from rl_jax.settings import LearnerSettings, ModelSettings
+
+LOG = logging.getLogger(__name__)
 
 
 class Rows:
@@ -59,9 +62,9 @@ class Rows:
             max(settings.logprob_chunk // settings.microbatch_rows, 1), settings.row_tokens
         )
         self.attention, self._attention = choose_attention(
-            settings.attention, model.settings, rules, mesh
+            settings.attention, model.settings, rules, mesh, settings.row_tokens
         )
-        self.balance = Balance(self.num_shards, pair_cost(model))  # for pack
+        self.balance = balance_of(model, self.num_shards)  # for pack
         self._constrain, self._rules = constrainer(rules, mesh), rules
 
     def log_probs(self, temperature: float) -> Forward:
@@ -74,7 +77,7 @@ class Rows:
             self.chunk,
             temperature,
             split=_split(self._rules, self.mesh),
-            hopper=_hopper(self.mesh),
+            hopper=_hopper(self.mesh, self.model.settings),
         )
 
     def values(self, lookback: int = 1) -> ValueForward:
@@ -139,9 +142,15 @@ def _split(rules: RulesLike, mesh: Mesh) -> Split | None:
     return Split(mesh, batch, vocab)
 
 
-def _hopper(mesh: Mesh) -> Hopper | None:
-    """The cards of the mesh, if they are Hopper GPUs."""
+def _hopper(mesh: Mesh, settings: ModelSettings) -> Hopper | None:
+    """The cards of the mesh, if they are Hopper GPUs whose kernels know the model's logits."""
     device: Any = mesh.devices.flat[0]
     if device.platform != "gpu" or device.compute_capability != "9.0":
+        return None
+    if settings.logit_softcap:
+        LOG.warning(
+            "log-probs by the portable way: the Hopper kernels know no model.logit_softcap=%g",
+            settings.logit_softcap,
+        )
         return None
     return Hopper(device.core_count)

@@ -68,6 +68,7 @@ class Forward:
             micro["num_chunks"],
             chunk=self.chunk,
             temperature=self.temperature,
+            softcap=self.model.settings.logit_softcap,
             split=self.split,
             hopper=self.hopper,
             support=micro.get("support"),

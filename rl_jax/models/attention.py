@@ -14,9 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.packed_attention import MAX_SEGMENTS, Ragged, Split, find_segments, packed_attention
+from rl_jax.models.features import Form
+from rl_jax.models.layers import soft_capped
+from rl_jax.models.rope import scaled
+from rl_jax.settings import RopeSettings
 
 # (layer, q [B, T, H, Dh], k [B, T, K, Dh], v [B, T, K, Dh]) -> [B, T, H, Dh]. q and k come rotated
-# (and qk-normed); the caller owns masks and KV storage.
+# (and qk-normed); the caller owns masks, KV storage and what the layer's Form says.
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -42,7 +46,7 @@ MASKED = -1e30  # finite: an all-masked row must give exp(0), not exp(nan), befo
 
 
 def rope_angles(
-    positions: Int[Array, "B T"], head_dim: int, theta: float
+    positions: Int[Array, "B T"], head_dim: int, theta: float, rope: RopeSettings = RopeSettings()
 ) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
     """(cos, sin) of each token's rotation angles, float32, half = head_dim / 2.
 
@@ -50,8 +54,10 @@ def rope_angles(
     """
     half = head_dim // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequencies, factor = scaled(frequencies, theta, rope)
     angles = positions.astype(jnp.float32)[..., None] * frequencies  # [B, T, half]
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def apply_rope(
@@ -69,11 +75,12 @@ def attention(
     k: Float[Array, "B Tk K Dh"],
     v: Float[Array, "B Tk K Dh"],
     mask: Bool[Array, "B Tq Tk"],
+    form: Form = Form(),
 ) -> Float[Array, "B Tq H Dh"]:
-    """Grouped-query attention scaled by 1/sqrt(Dh); query head h reads kv head h // (H / K).
+    """Grouped-query attention; query head h reads kv head h // (H / K).
 
-    Scores and softmax are float32. mask is True where a query may look; a row with no True gives 0,
-    and neither its values nor its gradients are ever non-finite. Returned in q.dtype.
+    Scores and softmax are float32. mask is True where a query may look, form.window included; a row with no True gives
+    0, and neither its values nor its gradients are ever non-finite. Returned in q.dtype.
     """
     B, Tq, H, Dh = q.shape
     Tk, K = k.shape[1:3]
@@ -85,7 +92,8 @@ def attention(
     values = v.transpose(0, 2, 1, 3)  # [B, K, Tk, Dh]
     scores = jnp.matmul(queries, keys, preferred_element_type=jnp.float32)
     visible = mask[:, None, None]  # [B, 1, 1, Tq, Tk]
-    scores = jnp.where(visible, scores.reshape(B, K, G, Tq, Tk) * Dh**-0.5, MASKED)
+    scores = scores.reshape(B, K, G, Tq, Tk) * (Dh**-0.5 if form.scale is None else form.scale)
+    scores = jnp.where(visible, soft_capped(scores, form.softcap), MASKED)
     top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
     weights = jnp.where(visible, jnp.exp(scores - top), 0.0)  # [B, K, G, Tq, Tk]
     total = weights.sum(axis=-1)  # [B, K, G, Tq]; at least 1 where anything is visible
@@ -100,14 +108,18 @@ def causal_segment_mask(
     k_positions: Int[Array, "B Tk"],
     q_segments: Int[Array, "B Tq"],
     k_segments: Int[Array, "B Tk"],
+    window: int = 0,
 ) -> Bool[Array, "B Tq Tk"]:
-    """True where a query may look: same segment, and a position not after its own.
+    """True where a query may look: same segment, a position not after its own, of these the last `window` (0 = all).
 
     A caller's padding must have a segment that no real token has (0 in training rows, -1 in
     chunks). Padding then sees only padding; what it computes is read by nobody.
     """
     same = q_segments[:, :, None] == k_segments[:, None, :]
-    return same & (q_positions[:, :, None] >= k_positions[:, None, :])
+    visible = same & (q_positions[:, :, None] >= k_positions[:, None, :])
+    if not window:
+        return visible
+    return visible & (k_positions[:, None, :] > q_positions[:, :, None] - window)
 
 
 def packed_attend(

@@ -1,6 +1,7 @@
-"""The decoder family: GQA with rope, RMSNorm, SwiGLU; optional qk-norm, qkv biases and tied head.
+"""The decoder family: GQA with rope, RMSNorm, a gated MLP, and as features of ModelSettings what families differ in.
 
-Pre-norm residual layers, as in Llama, Qwen2 (qkv_bias) and Qwen3 (qk_norm). Layers are written out
+Pre-norm residual layers, as in Llama and SmolLM2; Mistral adds a window, Qwen2 qkv_bias, Qwen3 qk_norm, Gemma windows
+on some layers, soft caps, post_norms, norm_offset, scale_embed and gelu_tanh. Layers are written out
 one by one, each with its own weights: measured faster than a scan over stacked weights on CPU and
 GPU, and one tree for train, sync and serve. Norms, rope and softmax are float32, matmuls accumulate
 in float32, activations are settings.dtype.
@@ -10,6 +11,7 @@ value, so that a split over kv heads splits it as it splits the three; gate and 
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,12 @@ from jaxtyping import Array, Float, Int
 
 from kernels.packed_attention import SAVED as ATTENTION
 from rl_jax.models.attention import Attend, FusedAttend, apply_rope, rope_angles
-from rl_jax.models.features import feature_errors
+from rl_jax.models.features import feature_errors, form_of
 from rl_jax.models.layers import MATMUL, RMSNorm, linear, lookup, weight
 from rl_jax.models.model import Constrain, Join, Model, model_from_module
 from rl_jax.settings import ModelSettings
+
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
 class Attention(nnx.Module):
@@ -51,8 +55,8 @@ class Attention(nnx.Module):
             dtype,
             std=(H * Dh * 2 * s.num_layers) ** -0.5,  # the residual sum of all layers stays O(1)
         )
-        self.query_norm = RMSNorm(Dh, s.norm_eps, dtype) if s.qk_norm else None
-        self.key_norm = RMSNorm(Dh, s.norm_eps, dtype) if s.qk_norm else None
+        self.query_norm = norm(s, Dh, dtype) if s.qk_norm else None
+        self.key_norm = norm(s, Dh, dtype) if s.qk_norm else None
 
     def __call__(
         self,
@@ -94,12 +98,12 @@ class Attention(nnx.Module):
         return q, k, linear("btd,dhk->bthk", x, self.value, self.value_bias)
 
 
-class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)). Source: arXiv:2002.05202."""
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)). Source: arXiv:2002.05202."""
 
     def __init__(self, settings: ModelSettings, dtype: jnp.dtype, packed: bool):
         D, F = settings.embed_size, settings.mlp_size
-        self.packed = packed
+        self.packed, self.activation = packed, settings.activation
         if packed:
             self.gate_up = weight((D, 2, F), ("embed", None, "mlp"), dtype, std=D**-0.5)
         else:
@@ -115,15 +119,18 @@ class SwiGLU(nnx.Module):
             gate, up = both[..., 0, :], both[..., 1, :]
         else:
             gate, up = linear("btd,df->btf", x, self.gate), linear("btd,df->btf", x, self.up)
-        return linear("btf,fd->btd", jax.nn.silu(gate) * up, self.down)
+        return linear("btf,fd->btd", ACTIVATIONS[self.activation](gate) * up, self.down)
 
 
 class DecoderLayer(nnx.Module):
     def __init__(self, settings: ModelSettings, dtype: jnp.dtype, packed: bool):
-        self.attention_norm = RMSNorm(settings.embed_size, settings.norm_eps, dtype)
+        D, post = settings.embed_size, settings.post_norms
+        self.attention_norm = norm(settings, D, dtype)
         self.attention = Attention(settings, dtype, packed)
-        self.mlp_norm = RMSNorm(settings.embed_size, settings.norm_eps, dtype)
-        self.mlp = SwiGLU(settings, dtype, packed)
+        self.attention_post_norm = norm(settings, D, dtype) if post else None
+        self.mlp_norm = norm(settings, D, dtype)
+        self.mlp = GatedMLP(settings, dtype, packed)
+        self.mlp_post_norm = norm(settings, D, dtype) if post else None
 
     def __call__(
         self,
@@ -132,8 +139,14 @@ class DecoderLayer(nnx.Module):
         layer: int,
         attend: Attend,
     ) -> Float[Array, "B T D"]:
-        x = x + self.attention(self.attention_norm(x), angles, layer, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        y = self.attention(self.attention_norm(x), angles, layer, attend)
+        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        y = self.mlp(self.mlp_norm(x))
+        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
+
+
+def norm(settings: ModelSettings, size: int, dtype: jnp.dtype) -> RMSNorm:
+    return RMSNorm(size, settings.norm_eps, dtype, settings.norm_offset)
 
 
 class Decoder(nnx.Module):
@@ -146,7 +159,7 @@ class Decoder(nnx.Module):
         self.embed = weight((V, D), ("vocab", "embed"), dtype, std=std)
         layers = [DecoderLayer(settings, dtype, packed) for _ in range(settings.num_layers)]
         self.layers = nnx.List(layers)
-        self.final_norm = RMSNorm(D, settings.norm_eps, dtype)
+        self.final_norm = norm(settings, D, dtype)
         self.unembed = (
             None if settings.tie_embeddings else weight((D, V), ("embed", "vocab"), dtype, std=std)
         )
@@ -164,17 +177,29 @@ class Decoder(nnx.Module):
         # A table split over D would give rows split over D, on axes that the batch needs.
         table = constrain(self.embed[...], ("vocab", None))
         x = lookup(table, tokens)  # before the cast: of the rows read only
-        x = constrain(x.astype(self.settings.dtype), axes)
-        angles = rope_angles(positions, self.settings.head_dim, self.settings.rope_theta)
+        x = x.astype(self.settings.dtype)
+        if self.settings.scale_embed:
+            x = x * jnp.asarray(self.settings.embed_size**0.5, x.dtype)
+        x = constrain(x, axes)
+        of_window = self._angles(positions)
         if isinstance(attend, FusedAttend):
-            return self._fused(x, angles, attend)
+            return self._fused(x, of_window[False], attend)
         for index, layer in enumerate(self.layers):
+            angles = of_window[form_of(self.settings, index).window > 0]
 
             def apply(x, angles, layer=layer, index=index):
                 return constrain(layer(x, angles, index, attend), axes)
 
             x = recomputed(apply, remat)(x, angles)
         return self.final_norm(x)
+
+    def _angles(self, positions: Int[Array, "B T"]) -> dict[bool, tuple[jax.Array, jax.Array]]:
+        """(cos, sin) of layers without and with a window."""
+        s = self.settings
+        full = rope_angles(positions, s.head_dim, s.rope_theta, s.rope)
+        if not s.rope_theta_local:
+            return {False: full, True: full}
+        return {False: full, True: rope_angles(positions, s.head_dim, s.rope_theta_local)}
 
     def _fused(self, x: jax.Array, angles: tuple, attend: FusedAttend) -> jax.Array:
         """The packed layers of a decode step by the device's kernels: each sum together with the norm that reads it."""

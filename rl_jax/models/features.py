@@ -6,6 +6,7 @@ Must not: import jax, as a config is checked before it is loaded.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rl_jax.settings import ModelSettings, RopeSettings
 
@@ -19,14 +20,45 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
-def window_of(settings: ModelSettings, layer: int) -> int:
-    """Tokens that a layer (from 0) sees back, its own included; 0 = all."""
-    every = settings.full_every
-    return 0 if every and (layer + 1) % every == 0 else settings.window
+@dataclass(frozen=True)
+class Form:
+    """What one layer's attention computes beyond causal attention to all of its segment, scaled by 1 / sqrt(Dh)."""
+
+    window: int = 0  # tokens it sees back, its own included; 0 = all
+    scale: float | None = None  # of scores; None = head_dim ** -0.5
+    softcap: float = 0.0  # scores become cap * tanh(score / cap); 0 = none
 
 
-def score_scale(settings: ModelSettings) -> float:
-    return settings.attention_scale or settings.head_dim**-0.5
+def form_of(settings: ModelSettings, layer: int) -> Form:
+    """Of a layer, counted from 0."""
+    s = settings
+    is_full = s.full_every and (layer + 1) % s.full_every == 0
+    scale = None if s.attention_scale in (0.0, s.head_dim**-0.5) else s.attention_scale
+    return Form(0 if is_full else s.window, scale, s.attention_softcap)
+
+
+def attention_unfit(settings: ModelSettings, longest: int = 0) -> str:
+    """Why kernels of plain causal attention are none for this model; "" if they are.
+
+    longest: tokens of a context, if known; a window that holds them all is none.
+    """
+    form = form_of(settings, 0)
+    found = []
+    if form.window and not 0 < longest <= form.window:
+        found.append(f"window={form.window}")
+    if form.scale is not None:
+        found.append(f"attention_scale={form.scale:g}")
+    if form.softcap:
+        found.append(f"attention_softcap={form.softcap:g}")
+    return f"attention kernels know no model.{', '.join(found)}" if found else ""
+
+
+def layers_unfit(settings: ModelSettings) -> str:
+    """Why kernels of the rest of a decode step's layer are none for this model; "" if they are."""
+    s = settings
+    found = [f"activation={s.activation}"] if s.activation != "silu" else []
+    found += [name for name in ("norm_offset", "post_norms") if getattr(s, name)]
+    return f"kernels of layers know no model.{', '.join(found)}" if found else ""
 
 
 def feature_errors(settings: ModelSettings) -> Iterator[str]:

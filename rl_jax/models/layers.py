@@ -48,6 +48,11 @@ def linear(
     return checkpoint_name(out, MATMUL)
 
 
+def soft_capped(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
+    """x held within (-cap, cap), smoothly; cap 0 = as it is. Source: Gemma 2, arXiv:2408.00118."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 def lookup(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
     """Rows of the table; an id outside reads the nearest row. Gradients of a row's uses are summed in float32."""
     if table.dtype == jnp.float32:
@@ -74,17 +79,18 @@ _lookup_16_bit.defvjp(
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last axis, in float32, returned in x.dtype.
+    """x / rms(x) * scale over the last axis, in float32, returned in x.dtype; offset: times 1 + scale.
 
     Source: arXiv:1910.07467.
     """
 
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
-        self.eps = eps
-        self.scale = weight((size,), ("norm",), dtype, mean=1.0)
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype, offset: bool = False):
+        self.eps, self.offset = eps, offset
+        self.scale = weight((size,), ("norm",), dtype, mean=0.0 if offset else 1.0)
 
     def __call__(self, x: Float[Array, "... size"]) -> Float[Array, "... size"]:
         x32 = x.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         normed = x32 * jax.lax.rsqrt(mean_square + self.eps)
-        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        scale = self.scale[...].astype(jnp.float32)
+        return (normed * (1.0 + scale if self.offset else scale)).astype(x.dtype)

@@ -121,10 +121,11 @@ class Model:
     def logits(
         self, params: Mapping[str, jax.Array], hidden: Float[Array, "... D"]
     ) -> Float[Array, "... V"]:
-        """float32 logits, accumulated in float32. Holds [..., V]: take few positions at a time."""
-        return jnp.einsum(
+        """float32 logits, soft-capped, accumulated in float32. Holds [..., V]: take few positions at a time."""
+        logits = jnp.einsum(
             "...d,dv->...v", hidden, self.head(params), preferred_element_type=jnp.float32
         )
+        return layers.soft_capped(logits, self.settings.logit_softcap)
 
     def _module(self, params: Mapping[str, jax.Array]) -> Any:
         missing = [name for name in self.abstract if name not in params]
