@@ -130,7 +130,7 @@ def plain(
     q: jax.Array, new: Pair, cache: Pair, slots: Pair, form: Form = Form()
 ) -> tuple[jax.Array, Pair]:
     k, v = append(new, cache, slots)
-    mask = visible_positions(slots[0][:, None], k.shape[1], form.window)
+    mask = visible_positions(slots[0], k.shape[1], form.window)[:, None]  # [S, 1, T]
     return attention(q[:, None], k, v, mask, form)[:, 0], (k, v)
 
 
