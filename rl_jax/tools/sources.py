@@ -1,0 +1,157 @@
+"""What convert reads: a Hugging Face directory, a GGUF file, or a checkpoint of a run; each as one `Model` and its tensors.
+
+Owns: `open_source`, which tells them apart, and `Origin`, what a conversion needs of any of them. Invariant: an Origin
+that exists has passed every check of names, shapes and settings; nothing was written yet.
+Must not: write, or print.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_jax import schema
+from rl_jax.checkpoint import Checkpointer, CheckpointError
+from rl_jax.models import hf, hf_config
+from rl_jax.models.decoder import build_model
+from rl_jax.models.gguf import GGUF
+from rl_jax.models.gguf_tokens import build_tokenizer, write_tokenizer
+from rl_jax.models.hf_files import BESIDE, WeightsError, check_digests, copy_beside
+from rl_jax.models.model import Model
+from rl_jax.resume import checkpoint_of, step_of, stored_config
+from rl_jax.settings import CheckpointSettings, ModelSettings, Settings
+
+PARAMS = "params/"
+
+
+@dataclass(frozen=True)
+class Origin:
+    what: str  # for a person
+    model: Model
+    dtype: str  # of its weights; "" = they differ
+    tensors: Callable[[], Iterator[tuple[str, np.ndarray]]]  # under Hugging Face names, in the order of hf.specs
+    config: Callable[[str], dict[str, Any]]  # dtype -> config.json
+    write_files: Callable[[Path], list[str]]  # tokenizer and what goes with it; the names written
+
+
+def open_source(path: Path, files_from: Path | None) -> Origin:
+    """What SRC is. files_from: where a checkpoint's tokenizer lies, if not where its run says.
+
+    Raises: ValueError (WeightsError among them), CheckpointError, RunDirError: one line.
+    """
+    if path.is_file():
+        return _from_gguf(path)
+    if not path.is_dir():
+        raise ValueError(f"{path} does not exist; name a Hugging Face directory, a GGUF file or a run directory")  # fmt: skip
+    if checkpoint_of(path) is not None:
+        return _from_run(path, files_from)
+    return _from_directory(path)
+
+
+def _from_directory(path: Path) -> Origin:
+    config = hf_config.read(path)
+    settings = hf_config.settings_of(config, ModelSettings())
+    model = build_model(settings, settings.vocab_size)
+    with hf.Source(path, model) as source:
+        check_digests(path, source.weights.files)
+        dtypes = {source.dtype(name).name for name in model.abstract}
+
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        with hf.Source(path, model) as source:
+            yield from source.theirs()
+
+    return Origin(
+        what=f"Hugging Face directory of a {config['model_type']}",
+        model=model,
+        dtype=dtypes.pop() if len(dtypes) == 1 else "",
+        tensors=tensors,
+        config=lambda dtype: hf_config.exported(settings, settings.vocab_size, dtype, config),
+        write_files=lambda directory: copy_beside(path, directory),
+    )
+
+
+def _from_gguf(path: Path) -> Origin:
+    file = GGUF(path)
+    config = file.config()
+    settings = hf_config.settings_of(config, ModelSettings())
+    model = build_model(settings, settings.vocab_size)
+    file.check(model)
+    metadata = file.tokenizer()
+    size = build_tokenizer(metadata).get_vocab_size()
+    if size > settings.vocab_size:
+        raise WeightsError(f"{path}: {size} tokens, but the embedding has {settings.vocab_size} rows; fetch it again")  # fmt: skip
+
+    def write_files(directory: Path) -> list[str]:
+        write_tokenizer(directory, metadata)
+        return [name for name in BESIDE if (directory / name).is_file()]
+
+    licence = file.metadata("general.license", "not stated")
+    return Origin(
+        what=f"GGUF file of arch {file.arch}, {file.metadata('general.name', 'unnamed')}, licence {licence}",
+        model=model,
+        dtype="float32",
+        tensors=lambda: file.tensors(model),
+        config=lambda dtype: {**config, "torch_dtype": dtype},
+        write_files=write_files,
+    )
+
+
+def _from_run(path: Path, files_from: Path | None) -> Origin:
+    """The policy of a checkpoint, in the dtype it is trained in."""
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    checkpoint = checkpoint_of(path)
+    assert checkpoint is not None, "open_source looked"
+    run = checkpoint.absolute().parent.parent
+    settings = schema.build(Settings, stored_config(run), "", [])
+    if settings.algorithm.name == "rm":
+        raise ValueError(f"{path} is a reward model: it has a score and no head over the vocabulary; export a policy")  # fmt: skip
+    reader, step = Checkpointer(run, CheckpointSettings()), step_of(checkpoint)
+    leaves = _leaves(reader, step, checkpoint)
+    vocab_size = leaves[f"{PARAMS}embed"][1][0]
+    context = settings.model.max_context or settings.engine.context
+    model = build_model(replace(settings.model, max_context=context), vocab_size)
+    files = files_from or _files_of(settings.model)
+    source = hf_config.read(files) if files is not None and (files / hf_config.CONFIG).is_file() else None
+    hf_config.config_of(model.settings, vocab_size)  # that there is such a family, before minutes of reading
+    place = SingleDeviceSharding(jax.devices()[0])
+    abstract = {
+        name: jax.ShapeDtypeStruct(spec.shape, leaves[PARAMS + name][0], sharding=place)
+        for name, spec in model.abstract.items()
+    }
+    params = reader.restore(step, {"params": abstract}, subset=True)[0]["params"]
+    return Origin(
+        what=f"step {step} of run {settings.run_id}",
+        model=model,
+        dtype=leaves[f"{PARAMS}embed"][0],
+        tensors=lambda: hf.outgoing(model, params),
+        config=lambda dtype: hf_config.exported(model.settings, vocab_size, dtype, source),
+        write_files=lambda directory: copy_beside(files, directory) if files is not None else [],
+    )
+
+
+def _leaves(reader: Checkpointer, step: int, checkpoint: Path) -> dict[str, Any]:
+    """name -> [dtype, shape] of what a checkpoint holds."""
+    try:
+        leaves = reader.manifest(step)["leaves"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{checkpoint} cannot be read ({error}); give another checkpoint") from None
+    if f"{PARAMS}embed" not in leaves:
+        raise CheckpointError(f"{checkpoint} has no policy (no {PARAMS}embed); give a run's checkpoint")
+    return leaves
+
+
+def _files_of(settings: ModelSettings) -> Path | None:
+    """The directory that a run's tokenizer came from; None for one that is code. Raises: ValueError if it is gone."""
+    named = settings.source or (settings.tokenizer if "/" in settings.tokenizer else "")
+    if not named:
+        return None
+    if not Path(named).is_dir():
+        raise ValueError(
+            f"the run's tokenizer was in {named}, which is not there; put it back, or give it with --files_from=DIR"
+        )
+    return Path(named)
