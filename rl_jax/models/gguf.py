@@ -105,7 +105,7 @@ class GGUF:
                 raise self._error(
                     f"{key}={self._own(key)} is not the head's size, {head_dim}; such heads do not run here"
                 )
-        config = {
+        config: dict[str, Any] = {
             "architectures": [FAMILIES[name].architecture],
             "model_type": name,
             "vocab_size": int(self._shape("token_embd.weight")[0]),
@@ -125,14 +125,15 @@ class GGUF:
         for key, field in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
             if (token := self.metadata(f"tokenizer.ggml.{field}_token_id")) is not None:
                 config[f"{key}_token_id"] = token
-        return config | (self._gemma(heads, head_dim, size) if self.is_gemma else {})
+        more = self._gemma(heads, head_dim, size) if self.is_gemma else {"hidden_act": "silu"}
+        return config | more
 
     @property
     def is_gemma(self) -> bool:
         return FAMILIES[ARCHITECTURES[self.arch]].is_gemma
 
     def check(self, model: Model) -> dict[str, str]:
-        """Hugging Face name -> ours, if names and shapes are the model's. Raises: WeightsError that lists what is not."""
+        """Hugging Face name -> the file's, if names and shapes are the model's. Raises: WeightsError listing others."""
         names = {self._hf_name(n): n for n in self._tensors if n != ROPE_FREQS}
         wanted = {name: shape for name, (_, shape) in hf.specs(model).items()}
         hf.check_tensors(self.path, wanted, {h: self._shape(n) for h, n in names.items()}, {})

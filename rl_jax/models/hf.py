@@ -11,7 +11,7 @@ Must not: read config.json (hf_config.py), or know meshes.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,9 +157,10 @@ class Source:
     def __exit__(self, *error: object) -> None:
         self.weights.close()
 
-    def dtype(self, name: str) -> np.dtype:
-        """Of one of our weights, in the file."""
-        return DTYPES[self.weights.tensors[self._actual[self._places[name].name]].dtype]
+    def specs(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """As the function `specs`, in the dtypes of the files."""
+        found = {n: self.weights.tensors[actual] for n, actual in self._actual.items()}
+        return {n: (DTYPES[tensor.dtype], tensor.shape) for n, tensor in found.items()}
 
     def ours(self, name: str, index: Index, dtype: Any) -> np.ndarray:
         """Params[name][index]."""
@@ -167,11 +168,10 @@ class Source:
         read = lambda part: self.weights.read(actual, part).astype(dtype, copy=False)
         return self._places[name].incoming(self.model.abstract[name].shape, index, read)
 
-    def theirs(self, dtype: Any = None) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, tensor) of each as a directory of ours would hold it. dtype: None = as it is."""
+    def theirs(self) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, tensor) of each, as it is, in the order of `specs`."""
         for place in self._places.values():
-            array = self.weights.read(self._actual[place.name])
-            yield place.name, array if dtype is None else array.astype(dtype, copy=False)
+            yield place.name, self.weights.read(self._actual[place.name])
 
     def _check(self) -> dict[str, str]:
         """Plain name -> the file's, if names, shapes and dtypes are the model's."""
@@ -306,6 +306,17 @@ def save(
     if copy_from is not None:
         copy_beside(copy_from, directory)
     write_digests(directory)
+
+
+def incoming(model: Model, tensors: Iterable[tuple[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Params on the host of all tensors that a directory holds."""
+    names = {place.name: (name, place) for name, place in places(model).items()}
+    params = {}
+    for theirs, array in tensors:
+        name, place = names[theirs]
+        shape = model.abstract[name].shape
+        params[name] = place.incoming(shape, (slice(None),) * len(shape), array.__getitem__)
+    return params
 
 
 def outgoing(model: Model, params: Mapping[str, jax.Array]) -> Iterator[tuple[str, np.ndarray]]:

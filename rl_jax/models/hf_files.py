@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -26,7 +26,7 @@ from rl_jax.disk import naming
 
 INDEX, SINGLE, SUMS = "model.safetensors.index.json", "model.safetensors", "SHA256SUMS"
 MAX_SHARD_BYTES = 2 << 30  # what a writer holds at once
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(bfloat16)}
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 FIRST = 3  # names that an error lists
 
 # What goes with weights and is text, copied byte for byte where there is one.
@@ -187,9 +187,12 @@ def write_weights(
             held[name] = np.ascontiguousarray(array)
             if seen is not None:
                 seen(name, held[name])
-        with naming(directory / file):
-            save_file(held, directory / file, metadata={"format": "pt"})
-        del held
+        path = directory / file
+        with naming(path):
+            path.touch()
+            mode = path.stat().st_mode
+            save_file(held, path, metadata={"format": "pt"})
+            path.chmod(mode)  # the library's own is for the owner alone
     if len(shards) > 1:
         where = {n: file for file, shard in zip(names, shards, strict=True) for n in shard}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}

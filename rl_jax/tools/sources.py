@@ -1,12 +1,11 @@
-"""What convert reads: a Hugging Face directory, a GGUF file, or a checkpoint of a run; each as one `Model` and its tensors.
+"""What convert reads: a Hugging Face directory, a GGUF file, or a checkpoint of a run; each as a Model and its tensors.
 
 Owns: `open_source`, which tells them apart, and `Origin`, what a conversion needs of any of them. Invariant: an Origin
 that exists has passed every check of names, shapes and settings; nothing was written yet.
 Must not: write, or print.
 """
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,33 +30,39 @@ PARAMS = "params/"
 class Origin:
     what: str  # for a person
     model: Model
-    dtype: str  # of its weights; "" = they differ
-    tensors: Callable[[], Iterator[tuple[str, np.ndarray]]]  # under Hugging Face names, in the order of hf.specs
+    specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]]  # by Hugging Face names: dtype and shape
+    tensors: Callable[[], Iterator[tuple[str, np.ndarray]]]  # in that order and these dtypes
     config: Callable[[str], dict[str, Any]]  # dtype -> config.json
     write_files: Callable[[Path], list[str]]  # tokenizer and what goes with it; the names written
+
+
+class SourceError(ValueError):
+    """A source that cannot be converted; one line; exit code 2."""
 
 
 def open_source(path: Path, files_from: Path | None) -> Origin:
     """What SRC is. files_from: where a checkpoint's tokenizer lies, if not where its run says.
 
-    Raises: ValueError (WeightsError among them), CheckpointError, RunDirError: one line.
+    Raises: SourceError, WeightsError, CheckpointError, RunDirError: one line.
     """
     if path.is_file():
         return _from_gguf(path)
     if not path.is_dir():
-        raise ValueError(f"{path} does not exist; name a Hugging Face directory, a GGUF file or a run directory")  # fmt: skip
+        raise SourceError(
+            f"{path} does not exist; name a Hugging Face directory, a GGUF file or a run directory"
+        )
     if checkpoint_of(path) is not None:
         return _from_run(path, files_from)
     return _from_directory(path)
 
 
 def _from_directory(path: Path) -> Origin:
-    config = hf_config.read(path)
-    settings = hf_config.settings_of(config, ModelSettings())
-    model = build_model(settings, settings.vocab_size)
+    config = _read(path)
+    model = _model(path, config)
     with hf.Source(path, model) as source:
         check_digests(path, source.weights.files)
-        dtypes = {source.dtype(name).name for name in model.abstract}
+        specs = source.specs()
+    vocab_size = model.vocab_size
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         with hf.Source(path, model) as source:
@@ -66,9 +71,9 @@ def _from_directory(path: Path) -> Origin:
     return Origin(
         what=f"Hugging Face directory of a {config['model_type']}",
         model=model,
-        dtype=dtypes.pop() if len(dtypes) == 1 else "",
+        specs=specs,
         tensors=tensors,
-        config=lambda dtype: hf_config.exported(settings, settings.vocab_size, dtype, config),
+        config=lambda dtype: hf_config.exported(model.settings, vocab_size, dtype, config),
         write_files=lambda directory: copy_beside(path, directory),
     )
 
@@ -76,13 +81,17 @@ def _from_directory(path: Path) -> Origin:
 def _from_gguf(path: Path) -> Origin:
     file = GGUF(path)
     config = file.config()
-    settings = hf_config.settings_of(config, ModelSettings())
-    model = build_model(settings, settings.vocab_size)
+    model = _model(path, config)
     file.check(model)
     metadata = file.tokenizer()
-    size = build_tokenizer(metadata).get_vocab_size()
-    if size > settings.vocab_size:
-        raise WeightsError(f"{path}: {size} tokens, but the embedding has {settings.vocab_size} rows; fetch it again")  # fmt: skip
+    try:
+        size = build_tokenizer(metadata).get_vocab_size()
+    except WeightsError as error:
+        raise WeightsError(f"{path}: {error}") from None
+    if size > model.vocab_size:
+        raise WeightsError(
+            f"{path}: {size} tokens, but the embedding has {model.vocab_size} rows; fetch it again"
+        )
 
     def write_files(directory: Path) -> list[str]:
         write_tokenizer(directory, metadata)
@@ -92,7 +101,7 @@ def _from_gguf(path: Path) -> Origin:
     return Origin(
         what=f"GGUF file of arch {file.arch}, {file.metadata('general.name', 'unnamed')}, licence {licence}",
         model=model,
-        dtype="float32",
+        specs=hf.specs(model, np.float32),
         tensors=lambda: file.tensors(model),
         config=lambda dtype: {**config, "torch_dtype": dtype},
         write_files=write_files,
@@ -109,15 +118,21 @@ def _from_run(path: Path, files_from: Path | None) -> Origin:
     run = checkpoint.absolute().parent.parent
     settings = schema.build(Settings, stored_config(run), "", [])
     if settings.algorithm.name == "rm":
-        raise ValueError(f"{path} is a reward model: it has a score and no head over the vocabulary; export a policy")  # fmt: skip
+        raise SourceError(
+            f"{path} is a reward model: it has a score and no head over the vocabulary; export a policy"
+        )
     reader, step = Checkpointer(run, CheckpointSettings()), step_of(checkpoint)
     leaves = _leaves(reader, step, checkpoint)
-    vocab_size = leaves[f"{PARAMS}embed"][1][0]
+    dtype, (vocab_size, _) = leaves[f"{PARAMS}embed"]
     context = settings.model.max_context or settings.engine.context
-    model = build_model(replace(settings.model, max_context=context), vocab_size)
     files = files_from or _files_of(settings.model)
-    source = hf_config.read(files) if files is not None and (files / hf_config.CONFIG).is_file() else None
-    hf_config.config_of(model.settings, vocab_size)  # that there is such a family, before minutes of reading
+    has_config = files is not None and (files / hf_config.CONFIG).is_file()
+    source = _read(files) if has_config else None
+    try:
+        model = build_model(replace(settings.model, max_context=context), vocab_size)
+        hf_config.config_of(model.settings, vocab_size)  # that there is such a family
+    except ValueError as error:
+        raise SourceError(f"{path}: {error}") from None
     place = SingleDeviceSharding(jax.devices()[0])
     abstract = {
         name: jax.ShapeDtypeStruct(spec.shape, leaves[PARAMS + name][0], sharding=place)
@@ -127,11 +142,27 @@ def _from_run(path: Path, files_from: Path | None) -> Origin:
     return Origin(
         what=f"step {step} of run {settings.run_id}",
         model=model,
-        dtype=leaves[f"{PARAMS}embed"][0],
+        specs=hf.specs(model, dtype),
         tensors=lambda: hf.outgoing(model, params),
         config=lambda dtype: hf_config.exported(model.settings, vocab_size, dtype, source),
         write_files=lambda directory: copy_beside(files, directory) if files is not None else [],
     )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return hf_config.read(path)
+    except ValueError as error:
+        raise SourceError(str(error)) from None
+
+
+def _model(path: Path, config: Mapping[str, Any]) -> Model:
+    """The model that a config.json describes."""
+    try:
+        settings = hf_config.settings_of(config, ModelSettings())
+        return build_model(settings, settings.vocab_size)
+    except ValueError as error:
+        raise SourceError(f"{path}: {error}") from None
 
 
 def _leaves(reader: Checkpointer, step: int, checkpoint: Path) -> dict[str, Any]:
@@ -139,19 +170,23 @@ def _leaves(reader: Checkpointer, step: int, checkpoint: Path) -> dict[str, Any]
     try:
         leaves = reader.manifest(step)["leaves"]
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint} cannot be read ({error}); give another checkpoint") from None
+        raise CheckpointError(
+            f"{checkpoint} cannot be read ({error}); give another checkpoint"
+        ) from None
     if f"{PARAMS}embed" not in leaves:
-        raise CheckpointError(f"{checkpoint} has no policy (no {PARAMS}embed); give a run's checkpoint")
+        raise CheckpointError(
+            f"{checkpoint} has no policy (no {PARAMS}embed); give a run's checkpoint"
+        )
     return leaves
 
 
 def _files_of(settings: ModelSettings) -> Path | None:
-    """The directory that a run's tokenizer came from; None for one that is code. Raises: ValueError if it is gone."""
+    """The directory that a run's tokenizer came from; None for one that is code. Raises: SourceError if it is gone."""
     named = settings.source or (settings.tokenizer if "/" in settings.tokenizer else "")
     if not named:
         return None
     if not Path(named).is_dir():
-        raise ValueError(
+        raise SourceError(
             f"the run's tokenizer was in {named}, which is not there; put it back, or give it with --files_from=DIR"
         )
     return Path(named)

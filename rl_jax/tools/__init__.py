@@ -1,0 +1,1 @@
+"""Programs beside launch: python -m rl_jax.tools.NAME."""
