@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 PYTEST := nice $(PY) -m pytest -q -n auto --maxprocesses=8 --dist loadfile
 
 .DEFAULT_GOAL := venv
-.PHONY: venv quickstart test fast lint format
+.PHONY: venv quickstart smollm2 test fast lint format
 
 venv: $(STAMP)
 	@echo "ready: $(VENV); next: make quickstart, or make test"
@@ -21,6 +21,11 @@ $(STAMP): setup.py pyproject.toml .ci/venv
 
 quickstart: $(STAMP)
 	@$(PY) -m rl_jax.launch
+
+smollm2: .cache/smollm2
+
+.cache/smollm2: | $(STAMP)
+	@$(PY) -m rl_jax.tools.fetch_smollm2 $@
 
 test: $(STAMP)
 	$(PYTEST) -m "not accelerator"

@@ -89,6 +89,9 @@ PART = {
 # Third-party packages that only some parts may import, by the reason of design: one place each.
 ONLY_IN = {
     "ray": {"rl_jax/cluster.py"},
+    "safetensors": {"rl_jax/models/hf_files.py", "rl_jax/tools/conversion.py"},
+    "gguf": {"rl_jax/models/gguf.py"},
+    "tokenizers": {"rl_jax/tokens", "rl_jax/models/gguf_tokens.py"},
     "orbax": {"rl_jax/checkpoint.py"},
     "optax": {"rl_jax/learner"},
     "grain": {"rl_jax/rollout", "rl_jax/data"},
@@ -107,6 +110,8 @@ NO_JAX = (
     "rl_jax/mesh/plan.py",
     "rl_jax/configs", "rl_jax/rewards", "rl_jax/rollout", "rl_jax/data", "rl_jax/algorithms/__init__.py",
     "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",
+    "rl_jax/models/hf_config.py", "rl_jax/models/hf_keys.py", "rl_jax/tools/convert.py",
+    "rl_jax/tools/fetch_smollm2.py",
     "envs", "mesh_configs",
 )  # fmt: skip
 

@@ -39,6 +39,7 @@ from rl_jax.settings import ModelSettings
 
 Index = tuple[slice, ...]
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+CHECKED_ROWS = 4096  # of a head and its embedding, compared at a time
 
 
 @dataclass(frozen=True)
@@ -207,10 +208,9 @@ class Source:
     def _check_head(self, actual: Mapping[str, str]) -> None:
         """An lm_head beside a tied embedding is the embedding."""
         shapes = [self.weights.tensors[actual[n]].shape for n in (HEAD, EMBED)]
-        rows = 4096
-        is_same = shapes[0] == shapes[1]
-        for start in range(0, shapes[1][0] if is_same else 0, rows):
-            part = (slice(start, start + rows), slice(0, shapes[1][1]))
+        is_same, (rows, width) = shapes[0] == shapes[1], shapes[1]
+        for start in range(0, rows if is_same else 0, CHECKED_ROWS):
+            part = (slice(start, min(start + CHECKED_ROWS, rows)), slice(0, width))
             head, embed = (self.weights.read(actual[n], part) for n in (HEAD, EMBED))
             is_same = is_same and np.array_equal(head, embed)
         if not is_same:

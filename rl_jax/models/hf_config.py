@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rl_jax.models.features import window_of
 from rl_jax.models.hf_keys import (
     CONFIG,
     FULL,
@@ -249,9 +250,7 @@ def exported(
 
 def layer_types(settings: ModelSettings) -> list[str]:
     """What each layer sees, in transformers' words."""
-    s = settings
-    is_full = lambda n: not s.window or (s.full_every and not n % s.full_every)
-    return [FULL if is_full(n) else SLIDING for n in range(1, s.num_layers + 1)]
+    return [SLIDING if window_of(settings, n) else FULL for n in range(settings.num_layers)]
 
 
 def canonical(settings: ModelSettings) -> ModelSettings:

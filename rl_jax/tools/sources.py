@@ -22,8 +22,10 @@ from rl_jax.models.hf_files import BESIDE, WeightsError, check_digests, copy_bes
 from rl_jax.models.model import Model
 from rl_jax.resume import checkpoint_of, step_of, stored_config
 from rl_jax.settings import CheckpointSettings, ModelSettings, Settings
+from rl_jax.tokens import TOKENIZERS
 
 PARAMS = "params/"
+FAMILY = "decoder"  # of MODELS; a plugin's weights have other names
 
 
 @dataclass(frozen=True)
@@ -121,13 +123,17 @@ def _from_run(path: Path, files_from: Path | None) -> Origin:
         raise SourceError(
             f"{path} is a reward model: it has a score and no head over the vocabulary; export a policy"
         )
+    if settings.model.family != FAMILY:
+        raise SourceError(
+            f"{path} is of family {settings.model.family}; only {FAMILY} has Hugging Face names"
+        )
     reader, step = Checkpointer(run, CheckpointSettings()), step_of(checkpoint)
     leaves = _leaves(reader, step, checkpoint)
     dtype, (vocab_size, _) = leaves[f"{PARAMS}embed"]
     context = settings.model.max_context or settings.engine.context
-    files = files_from or _files_of(settings.model)
-    has_config = files is not None and (files / hf_config.CONFIG).is_file()
-    source = _read(files) if has_config else None
+    folders = [files_from] if files_from is not None else _folders(settings.model)
+    configs = [f for f in folders if (f / hf_config.CONFIG).is_file()]
+    source = _read(configs[0]) if configs else None
     try:
         model = build_model(replace(settings.model, max_context=context), vocab_size)
         hf_config.config_of(model.settings, vocab_size)  # that there is such a family
@@ -135,7 +141,9 @@ def _from_run(path: Path, files_from: Path | None) -> Origin:
         raise SourceError(f"{path}: {error}") from None
     place = SingleDeviceSharding(jax.devices()[0])
     abstract = {
-        name: jax.ShapeDtypeStruct(spec.shape, leaves[PARAMS + name][0], sharding=place)
+        name: jax.ShapeDtypeStruct(
+            spec.shape, leaves.get(PARAMS + name, [spec.dtype])[0], sharding=place
+        )
         for name, spec in model.abstract.items()
     }
     params = reader.restore(step, {"params": abstract}, subset=True)[0]["params"]
@@ -145,7 +153,7 @@ def _from_run(path: Path, files_from: Path | None) -> Origin:
         specs=hf.specs(model, dtype),
         tensors=lambda: hf.outgoing(model, params),
         config=lambda dtype: hf_config.exported(model.settings, vocab_size, dtype, source),
-        write_files=lambda directory: copy_beside(files, directory) if files is not None else [],
+        write_files=lambda directory: [n for f in folders for n in copy_beside(f, directory)],
     )
 
 
@@ -180,13 +188,18 @@ def _leaves(reader: Checkpointer, step: int, checkpoint: Path) -> dict[str, Any]
     return leaves
 
 
-def _files_of(settings: ModelSettings) -> Path | None:
-    """The directory that a run's tokenizer came from; None for one that is code. Raises: SourceError if it is gone."""
-    named = settings.source or (settings.tokenizer if "/" in settings.tokenizer else "")
-    if not named:
-        return None
-    if not Path(named).is_dir():
-        raise SourceError(
-            f"the run's tokenizer was in {named}, which is not there; put it back, or give it with --files_from=DIR"
-        )
-    return Path(named)
+def _folders(settings: ModelSettings) -> list[Path]:
+    """Where a run's model and tokenizer came from, the tokenizer's last; () for one that is code.
+
+    Raises: SourceError if one is gone.
+    """
+    is_code = settings.tokenizer in TOKENIZERS or ":" in settings.tokenizer
+    names = dict.fromkeys([settings.source, "" if is_code else settings.tokenizer])
+    folders = [Path(name) for name in names if name]
+    for folder in folders:
+        if not folder.is_dir():
+            raise SourceError(
+                f"the run's model or tokenizer came from {folder}, which is not there; put it back, or give it with"
+                " --files_from=DIR"
+            )
+    return folders
