@@ -15,6 +15,7 @@ from rl_jax.guards import GuardTripped
 from rl_jax.learner.batch import BatchError
 from rl_jax.learner.trained import NonFiniteError
 from rl_jax.ledger import LedgerError
+from rl_jax.models.hf_files import WeightsError
 from rl_jax.resume import RunDirError
 from rl_jax.rollout.buffer import TakeTimeout
 from rl_jax.rollout.evaluation import EvaluationFailed, EvaluationUnplayable
@@ -38,6 +39,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (TraceError, 3),
     (BatchError, 3),
     (DataError, 3),
+    (WeightsError, 3),
     (FileNotFoundError, 3),
     (EnvError, 4),
     (RewardPartError, 4),

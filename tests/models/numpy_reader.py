@@ -10,7 +10,21 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import load_file
+
+
+def read_safetensors(path):
+    """(name, array) of each tensor, by the format's description: length of a JSON header, the header, bytes."""
+    data = Path(path).read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    for name, entry in json.loads(data[8:start]).items():
+        if name == "__metadata__":
+            continue
+        first, last = entry["data_offsets"]
+        kind = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[entry["dtype"]]
+        array = np.frombuffer(data, kind, (last - first) // int(kind[2]), start + first)
+        if entry["dtype"] == "BF16":  # the upper half of a float32
+            array = (array.astype(np.uint32) << 16).view(np.float32)
+        yield name, array.reshape(entry["shape"])
 
 
 class NumpyModel:
@@ -23,7 +37,7 @@ class NumpyModel:
         self.dtype = dtype
         self.w = {}
         for file in sorted(directory.glob("*.safetensors")):
-            self.w |= {name: array.astype(dtype) for name, array in load_file(file).items()}
+            self.w |= {name: array.astype(dtype) for name, array in read_safetensors(file)}
         self.heads = self.c["num_attention_heads"]
         self.kv_heads = self.c.get("num_key_value_heads") or self.heads
         self.head_dim = self.c.get("head_dim") or self.c["hidden_size"] // self.heads

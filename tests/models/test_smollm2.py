@@ -1,0 +1,119 @@
+"""SmolLM2-135M-Instruct, converted from its GGUF file: against transformers, which read that file itself.
+
+Runs where the model is: `make smollm2` fetches it into .cache/smollm2, or RL_JAX_SMOLLM2 names its directory.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+from tokenizers import Tokenizer
+
+from rl_jax.models import hf, hf_config
+from rl_jax.models.attention import attention, causal_segment_mask
+from rl_jax.models.decoder import build_model
+from rl_jax.settings import ModelSettings
+from tests.data.make_smollm2_logits import NUM_NEW, PROMPT, TEXT
+from tests.models.numpy_reader import NumpyModel
+
+ROOT = Path(__file__).resolve().parents[2]
+DIRECTORY = Path(os.environ.get("RL_JAX_SMOLLM2", ROOT / ".cache" / "smollm2"))
+FIXTURE = np.load(ROOT / "tests" / "data" / "smollm2_logits.npz")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (DIRECTORY / "config.json").is_file(), reason="no SmolLM2; make smollm2 fetches it"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(DIRECTORY / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    settings = hf_config.settings_of(hf_config.read(DIRECTORY), ModelSettings())
+    model = build_model(settings, settings.vocab_size)
+    place = SingleDeviceSharding(jax.devices()[0])
+    return model, hf.load(DIRECTORY, model, dict.fromkeys(model.abstract, place))
+
+
+@pytest.fixture(scope="module")
+def forward(loaded):
+    """tokens [T] -> logits [T, V], T at most the prompt and its continuation: one program."""
+    model, params = loaded
+    length = len(FIXTURE["tokens"]) + NUM_NEW
+    positions, segments = jnp.arange(length)[None], jnp.ones((1, length), jnp.int32)
+    mask = causal_segment_mask(positions, positions, segments, segments)
+    attend = lambda layer, q, k, v: attention(q, k, v, mask)
+    run = jax.jit(lambda p, t: model.logits(p, model.hidden(p, t, positions, attend))[0])
+
+    def logits(tokens):
+        row = np.zeros((1, length), np.int32)
+        row[0, : len(tokens)] = tokens
+        return np.asarray(run(params, row))[: len(tokens)]
+
+    return logits
+
+
+def test_ids_of_a_text_are_those_of_transformers(tokenizer):
+    assert tokenizer.encode(TEXT, add_special_tokens=False).ids == FIXTURE["text_ids"].tolist()
+    assert tokenizer.decode(FIXTURE["text_ids"], skip_special_tokens=False) == TEXT
+
+
+def test_logits_are_those_of_transformers(forward):
+    found = np.take_along_axis(forward(FIXTURE["tokens"]), FIXTURE["ids"], axis=1)
+    # 30 layers of float32 sums in another order: 1.3e-4 measured, of logits up to 30
+    np.testing.assert_allclose(found, FIXTURE["logits"], atol=2e-4)
+
+
+def test_plain_numpy_reads_the_same_model():
+    logits = NumpyModel(DIRECTORY, np.float32).logits(FIXTURE["tokens"])
+    found = np.take_along_axis(logits, FIXTURE["ids"], axis=1)
+    np.testing.assert_allclose(found, FIXTURE["logits"], atol=2e-4)
+
+
+def test_capital_of_france_is_paris(forward, tokenizer):
+    tokens = tokenizer.encode(PROMPT, add_special_tokens=False).ids
+    assert tokens == FIXTURE["tokens"].tolist()
+    for _ in range(NUM_NEW):
+        tokens.append(int(forward(tokens)[-1].argmax()))
+    new = tokens[-NUM_NEW:]
+    assert new == FIXTURE["greedy"].tolist()
+    assert tokenizer.decode(new).startswith(" Paris")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_load_holds_little_beside_the_arrays(loaded):
+    """Peak resident memory of a load, in a process of its own, is the arrays and at most the largest of them again."""
+    model, params = loaded
+    arrays = sum(p.nbytes for p in params.values())
+    code = f"""
+import jax
+from jax.sharding import SingleDeviceSharding
+from pathlib import Path
+from rl_jax.models import hf, hf_config
+from rl_jax.models.decoder import build_model
+from rl_jax.settings import ModelSettings
+settings = hf_config.settings_of(hf_config.read({str(DIRECTORY)!r}), ModelSettings())
+model = build_model(settings, settings.vocab_size)
+place = SingleDeviceSharding(jax.devices()[0])
+jax.numpy.zeros(3).block_until_ready()
+resident = lambda name: int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) * 1024
+before = resident("VmRSS")
+params = hf.load({str(DIRECTORY)!r}, model, dict.fromkeys(model.abstract, place))
+print(resident("VmHWM") - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < arrays + max(p.nbytes for p in params.values())
