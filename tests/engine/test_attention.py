@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -16,12 +17,21 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kernels import cudnn_attention
 from kernels.decode_attention import Tuning, decode_attention
 from kernels.decode_rows import add_norm, gated_matmul, split_matmul
-from rl_jax.engine.attention import CUDNN, PLAIN, TRITON, by_shard, choose_attention, plain
+from rl_jax.engine.attention import (
+    CUDNN,
+    PLAIN,
+    TRITON,
+    by_shard,
+    choose_attention,
+    choose_chunk_attention,
+    plain,
+)
 from rl_jax.engine.programs import Step, decode_step, generate
 from rl_jax.engine.state import DecodeState, empty_slots
 from rl_jax.mesh import SERVE_RULES, make_mesh
 from rl_jax.models.attention import apply_rope, rope_angles
 from rl_jax.models.decoder import build_model
+from rl_jax.models.features import Form
 from rl_jax.settings import EngineSettings
 from rl_jax.testing.tiny_model import tiny_settings
 
@@ -95,6 +105,50 @@ def test_what_runs_depends_on_the_device_and_the_slots():
     settings = tiny_settings(dtype="bfloat16", head_dim=16)
     assert choose_attention(settings, 64, SERVE_RULES, mesh) is TRITON
     assert choose_attention(settings, 16, SERVE_RULES, mesh) is CUDNN
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"window": 8}, "no model.window=8"),
+        ({"attention_scale": 0.1}, "no model.attention_scale=0.1"),
+        ({"attention_softcap": 50.0, "window": 8, "full_every": 2}, "no model.window=8, attention_softcap=50"),
+    ],
+)  # fmt: skip
+def test_a_model_that_the_kernels_do_not_know_is_left_to_the_plain_form(changes, reason, caplog):
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H100")
+    mesh = SimpleNamespace(devices=np.array([device]), size=1)
+    settings = tiny_settings(dtype="bfloat16", head_dim=16, **changes)
+    with caplog.at_level(logging.INFO, "rl_jax.engine.attention"):
+        assert choose_attention(settings, 64, SERVE_RULES, mesh, 64) is PLAIN
+        assert choose_chunk_attention(settings, SERVE_RULES, mesh, 64) is None
+    assert caplog.text.count(reason) == 2
+
+
+def test_a_model_whose_window_or_scale_says_nothing_has_the_kernels(caplog):
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H100")
+    mesh = SimpleNamespace(devices=np.array([device]), size=1)
+    settings = tiny_settings(dtype="bfloat16", head_dim=16, window=64, attention_scale=0.25)
+    assert choose_attention(settings, 64, SERVE_RULES, mesh, 64) is TRITON
+    assert choose_chunk_attention(settings, SERVE_RULES, mesh, 64) is not None
+    with caplog.at_level(logging.INFO, "rl_jax.engine.attention"):
+        found = choose_attention(
+            replace(settings, activation="gelu_tanh", post_norms=True), 64, SERVE_RULES, mesh, 64
+        )
+    assert found == replace(TRITON, of_product=None)
+    assert "kernels of layers know no model.activation=gelu_tanh, post_norms" in caplog.text
+
+
+def test_plain_sees_back_as_far_as_the_window():
+    q, new, cache, slots = draw()
+    got, kept = plain(q, new, cache, slots, Form(window=3, scale=0.7, softcap=1.5))
+    for s in range(3):
+        n = int(slots[0][s]) + 1
+        k, v = (np.repeat(np.asarray(c[s], np.float64), H // K, axis=1)[max(n - 3, 0) : n] for c in kept)  # fmt: skip
+        scores = np.einsum("hd,thd->ht", np.asarray(q[s], np.float64), k) * 0.7
+        scores = np.exp(1.5 * np.tanh(scores / 1.5))
+        want = np.einsum("ht,thd->hd", scores / scores.sum(-1, keepdims=True), v)
+        np.testing.assert_allclose(got[s], want, atol=1e-6)
 
 
 def lowered(step, *args) -> str:

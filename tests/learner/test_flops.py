@@ -1,5 +1,6 @@
 """FLOPs against a count of XLA's own, and peaks of known devices."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.learner.flops import matrix_weights, peak_flops, train_flops
+from rl_jax.learner.flops import matrix_weights, peak_flops, seen_pairs, train_flops
 from rl_jax.models.attention import attention, causal_segment_mask
 from rl_jax.models.decoder import build_model
 from rl_jax.models.value import value_model
@@ -30,6 +31,16 @@ def test_parts_by_hand():
     assert train_flops(value_model(build_model, SETTINGS, VOCAB), [3], 2) == (
         3 * 2 * 2 * layer * 3 + 6 * one_each
     )
+
+
+def test_a_window_bounds_what_a_token_sees():
+    assert seen_pairs(5, 0) == seen_pairs(5, 5) == seen_pairs(5, 9) == 1 + 2 + 3 + 4 + 5
+    assert seen_pairs(5, 2) == 1 + 2 + 2 + 2 + 2
+    windowed = build_model(replace(SETTINGS, window=2, full_every=2), VOCAB)
+    plain = build_model(SETTINGS, VOCAB)
+    one_pair = 3 * 4 * 4 * 16  # in one layer
+    saved = train_flops(plain, [5, 1], 2) - train_flops(windowed, [5, 1], 2)
+    assert saved == (15 - 9) * one_pair
 
 
 def test_forward_and_backward_are_what_xla_counts_but_for_the_masked_half():

@@ -142,8 +142,8 @@ def test_extreme_logits_are_safe(scale):
     assert np.isfinite(grad).all() and np.isfinite(entropy).all()
 
 
-@pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 2}])
-def test_sampled_support_is_the_distribution_over_its_ids(case, axes):
+@pytest.mark.parametrize(("axes", "softcap"), [({}, 0.0), ({}, 2.0), ({"data": 2, "tensor": 2}, 0)])
+def test_sampled_support_is_the_distribution_over_its_ids(case, axes, softcap):
     """Values and gradients of the masked formula, chunks beyond the last used one aside, on a mesh as without."""
     hidden, head, tokens, _, _ = case
     rng = np.random.default_rng(1)
@@ -155,12 +155,21 @@ def test_sampled_support_is_the_distribution_over_its_ids(case, axes):
 
     def chunked(hidden, head):
         logprobs, entropy = support_logprobs(
-            hidden, head, tokens, support, jnp.int32(2), chunk=8, temperature=0.7
+            hidden,
+            head,
+            tokens,
+            support,
+            jnp.int32(2),
+            chunk=8,
+            temperature=0.7,
+            softcap=softcap,
         )
         return logprobs.sum() + 0.3 * entropy.sum(), (logprobs, entropy)
 
     def plain(hidden, head):
-        logprobs, entropy = token_logprobs(hidden @ head, tokens, 0.7, keep)
+        logits = hidden @ head
+        logits = softcap * jnp.tanh(logits / softcap) if softcap else logits
+        logprobs, entropy = token_logprobs(logits, tokens, 0.7, keep)
         logprobs, entropy = (jnp.where(np.arange(T) < 16, x, 0.0) for x in (logprobs, entropy))
         return logprobs.sum() + 0.3 * entropy.sum(), (logprobs, entropy)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rl_jax.learner.batch import pack
-from rl_jax.learner.packing import Balance, balanced_rows, first_fit, pair_cost
+from rl_jax.learner.packing import Balance, balance_of, balanced_rows, first_fit, pair_cost
 from rl_jax.models.decoder import build_model
 from rl_jax.settings import LearnerSettings, ModelSettings
 from rl_jax.testing.trajectories import fake_group
@@ -64,6 +64,16 @@ def test_cost_of_a_pair_follows_the_models_shapes():
     assert pair_cost(build_model(settings, 264)) == pytest.approx(2 * 96 / (2 * layer))
     untied = replace(settings, tie_embeddings=False)
     assert pair_cost(build_model(untied, 264)) == pair_cost(build_model(settings, 264))
+
+
+def test_cost_of_a_layer_with_a_window_grows_no_faster_than_the_length():
+    settings = replace(ModelSettings(num_layers=4), window=8, full_every=2)
+    by, full = balance_of(build_model(settings, 264), 2), Balance(2, 1.0)
+    assert (by.windowed, by.window) == (0.5, 8)
+    by = replace(by, quadratic=1.0)
+    assert by.cost(8) == full.cost(8) == 72  # the window holds it all
+    assert by.cost(20) == 20 + (20 * 20 + 8 * (40 - 8)) / 2
+    assert replace(by, windowed=1.0).cost(1000) < 17 * 1000
 
 
 def test_pack_spreads_rows_over_the_shards_and_keeps_every_trajectory_whole():
