@@ -95,6 +95,8 @@ def _load_renderer(settings: Settings, resolve: Resolve) -> Renderer:
     try:
         tokenizer = load_tokenizer(settings.model.tokenizer, resolve)
         return make_renderer(tokenizer, settings.rollout.tool_parser, resolve)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError([f"model.tokenizer={settings.model.tokenizer}: {error}"]) from error
 

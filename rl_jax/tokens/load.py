@@ -28,7 +28,7 @@ FAMILIES = (
 
 def load_tokenizer(name: str, resolve: Resolve) -> Tokenizer:
     """Of a name in TOKENIZERS, a directory with a tokenizer.json, or "package.module:attribute". Raises ValueError."""
-    if name not in TOKENIZERS and Path(name).is_dir():
+    if name and name not in TOKENIZERS and Path(name).is_dir():
         return HfTokenizer(name)
     return resolve(name, TOKENIZERS)()
 
