@@ -11,11 +11,15 @@ imports rl_jax.types and its own libraries, nothing else of rl_jax.
         def reset(self, task, seed): ...
         def step(self, action): ...
         def close(self): ...
-        def script(self, rng, skill): ...   # optional: the text of the next scripted action
+        def script(self, rng, skill): ...   # optional: the next scripted action, a text or a Message with tool calls
 
 The policy's first context is task.messages followed by the messages of reset(); the messages of a result with
 done=True are not rendered. Task.env, tag and reward are filled in by the worker from the task source, and Task.id
 is prefixed with the tag. All an episode needs lies in its Task, as JSON: an instance is made without arguments.
+
+Tools: a Task with `tools` (JSON schemas) has its turns parsed for calls: Action.tool_calls holds those that name a tool
+and have its arguments, Action.text what was said beside them. A call that cannot be read or made never comes here; the
+episode tells the policy why. Without tools, Action.text is all that was said.
 
 Rewards: a finite float from every step(); 0.0 says "no reward". None or NaN from any step makes an episode whose
 reward is "env" unscored, and what is unscored is never trained. reset() gives no reward.
@@ -34,6 +38,7 @@ from typing import Any
 
 # name -> "module:attribute"; any other name is taken as "package.module:attribute" itself.
 ENVS: dict[str, str] = {
+    "calculator": "envs.calculator:Calculator",
     "frozen_lake": "envs.frozen_lake:FrozenLake",
     "reasoning_gym": "envs.reasoning_gym:ReasoningGym",
 }

@@ -1,4 +1,4 @@
-"""Any dataset of reasoning-gym by name: one question, one answer, the dataset's own score. Decode-heavy.
+"""Any dataset of reasoning-gym by name, or a mixture of several: one question, one answer, the dataset's own score.
 
 Splits are disjoint by question text: `eval` is the first eval_size distinct questions of a stream of its own seed, and
 `train` is indices 0..size-1 of the stream of `seed` without the questions of `eval`. Another seed alone does not
@@ -14,10 +14,11 @@ Must not: be imported by the driver (reasoning_gym takes seconds to import).
 """
 
 import functools
+import math
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import reasoning_gym
@@ -35,6 +36,7 @@ BARE_PATTERNS: dict[str, str] = {
 EVAL_SEED_STEP = (
     1_000_003  # seed of eval = seed + this: beyond any size, so that shifted streams do not meet
 )
+SYSTEM = "Think about the question step by step, then give the final answer, and nothing else, between <{tag}> and </{tag}>."
 EVAL_TRIES = 20  # items drawn per wanted evaluation question before the dataset is called too small
 
 
@@ -51,7 +53,13 @@ class ReasoningGymConfig:
     question_pattern: str = (
         ""  # regular expression whose group 1 is the bare question; "" = BARE_PATTERNS
     )
+    # several datasets in one source: name -> its weight, or {"weight": ..., "config": the dataset's keyword arguments}
+    mixture: Mapping[str, Any] = field(default_factory=dict)
     prompt: str = "{question}"  # the user message
+    # the system message; "" = none, or with answer_tag one that asks for it
+    system: str = ""
+    # for models that talk: the answer is what stands between <answer_tag> and </answer_tag> last; "" = answer_pattern
+    answer_tag: str = ""
     # What a script that does not solve says; {answer} stands for the right answer ("{answer} ?" hedges: the scripts
     # teach the answer, RL to commit to it). "" = a wrong answer near the right one, which costs a model that learns
     # from the scripts much of what the right ones teach.
@@ -71,11 +79,19 @@ class ReasoningGymConfig:
             raise ValueError(
                 f"reasoning_gym: script_miss={self.script_miss!r} is the right answer; add what spoils it"
             )
+        if self.mixture and (self.dataset_config or self.dataset != "chain_sum"):
+            raise ValueError(
+                "reasoning_gym: mixture names the datasets; leave dataset and dataset_config out"
+            )
+        if self.answer_tag and (self.answer_pattern or not self.answer_tag.isidentifier()):
+            raise ValueError(
+                f"reasoning_gym: answer_tag={self.answer_tag!r} must be a name, and leaves no place for answer_pattern"
+            )
         for key in ("question_pattern", "answer_pattern"):
             pattern = getattr(self, key)
             if pattern and re.compile(pattern).groups < 1:
                 raise ValueError(f"reasoning_gym: {key}={pattern!r} must have a group")
-        if self.bare and not self.bare_pattern:
+        if self.bare and not self.mixture and not self.bare_pattern:
             raise ValueError(
                 f"reasoning_gym: bare has no pattern for dataset={self.dataset!r} (only for "
                 f"{', '.join(sorted(BARE_PATTERNS))}); set question_pattern"
@@ -103,6 +119,8 @@ class ReasoningGym:
             raise ValueError(
                 f"reasoning_gym has no split {split!r}; use one of {', '.join(cls.splits)}"
             )
+        if config.mixture:
+            return [task for part in _parts(config) for task in cls.tasks(part, split)]
         held_out = _eval_items(config)
         if split == "eval":
             return [_make_task(config, split, *found) for found in held_out.values()]
@@ -142,15 +160,18 @@ class ReasoningGym:
             self._is_solving = rng.random() < skill
         payload = self._payload
         dataset, item = _item(payload)
+        frame = "<{tag}>{answer}</{tag}>" if payload["answer_tag"] else "{answer}"
+        frame = frame.replace("{tag}", payload["answer_tag"])
         if item["answer"] is None:
             raise ValueError(
                 f"dataset {payload['dataset']} holds no answers to script; set warm_start.steps=0"
             )
         right = str(item["answer"])
         if self._is_solving:
-            return right
+            return frame.replace("{answer}", right)
         miss = payload["script_miss"].replace("{answer}", right)
-        return miss or near_miss(right, rng, lambda i: str(dataset[i]["answer"]))
+        miss = miss or near_miss(right, rng, lambda i: str(dataset[i]["answer"]))
+        return frame.replace("{answer}", miss)
 
 
 def extract_answer(text: str, pattern: str) -> str | None:
@@ -227,23 +248,56 @@ def _make_task(config: ReasoningGymConfig, split: str, index: int, item: Mapping
                 f"reasoning_gym: question_pattern={config.bare_pattern!r} is not in the question {question[:200]!r}"
             )
         question = found.group(1)
+    tag = config.answer_tag
+    system = config.system or (SYSTEM.replace("{tag}", tag) if tag else "")
+    pattern = f"(?s)<{tag}>(.*?)</{tag}>" if tag else config.answer_pattern
     return Task(
         id=f"{config.dataset}/{split}/{config.seed}-{index}",
         env="reasoning_gym",
         tag="reasoning_gym",
-        messages=(Message("user", config.prompt.replace("{question}", question)),),
+        messages=(
+            *([Message("system", system)] if system else []),
+            Message("user", config.prompt.replace("{question}", question)),
+        ),
         payload={
             "dataset": config.dataset,
             "dataset_config": dict(config.dataset_config),
             "seed": config.seed if split == "train" else config.seed + EVAL_SEED_STEP,
             "index": index,
             "answer": None if item["answer"] is None else str(item["answer"]),
-            "answer_pattern": config.answer_pattern,
+            "answer_pattern": pattern,
+            "answer_tag": tag,
             "script_miss": config.script_miss,
         },
         reward="env",
         max_turns=1,
     )
+
+
+def _parts(config: ReasoningGymConfig) -> list[dict[str, Any]]:
+    """The config of each dataset of a mixture, with its share of both sizes, at least one item."""
+    entries = {
+        name: dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
+        for name, entry in config.mixture.items()
+    }
+    for name, entry in entries.items():
+        weight = entry.get("weight", 1.0)
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number or not 0 < weight < math.inf or entry.keys() - {"weight", "config"}:
+            raise ValueError(
+                f"reasoning_gym: mixture.{name} must be a weight above 0, or weight and config of the dataset"
+            )
+    total = sum(entry.get("weight", 1.0) for entry in entries.values())
+    shared = {f.name: getattr(config, f.name) for f in fields(config)}
+    parts = []
+    for name, entry in entries.items():
+        share = entry.get("weight", 1.0) / total
+        parts.append(
+            shared
+            | {"mixture": {}, "dataset": name, "dataset_config": entry.get("config", {})}
+            | {key: max(1, round(shared[key] * share)) for key in ("size", "eval_size")}
+        )
+    return parts
 
 
 def _freeze(value: Any) -> Any:

@@ -34,7 +34,15 @@ class ServersNotReady(RuntimeError):
 class InProcCluster:
     """Servers and router of one plan. Sole owner of their threads."""
 
-    def __init__(self, plan: MeshPlan, meshes: Meshes, model: Model, settings: Settings):
+    def __init__(
+        self,
+        plan: MeshPlan,
+        meshes: Meshes,
+        model: Model,
+        settings: Settings,
+        template_sha256: str = "",
+    ):
+        """template_sha256: of the Renderer whose tokens the servers will get."""
         self.plan = plan
         self.prefill: list[PrefillServer] = []
         self.decode: list[DecodeServer] = []
@@ -46,7 +54,15 @@ class InProcCluster:
                 support=support,
             )  # fmt: skip
             if server.kind == "prefill":
-                self.prefill.append(PrefillServer(server.name, server.pool, engine, settings.serve))
+                self.prefill.append(
+                    PrefillServer(
+                        server.name,
+                        server.pool,
+                        engine,
+                        settings.serve,
+                        template_sha256=template_sha256,
+                    )
+                )
             else:
                 self.decode.append(
                     DecodeServer(
@@ -56,9 +72,10 @@ class InProcCluster:
                         settings.serve,
                         tags=server.tags,
                         hardware=server.hardware,
+                        template_sha256=template_sha256,
                     )
                 )
-        self.router = Router(self.decode, self.prefill, plan)
+        self.router = Router(self.decode, self.prefill, plan, template_sha256)
 
     @property
     def targets(self) -> Sequence[PrefillServer | DecodeServer]:

@@ -28,14 +28,14 @@ from rl_jax.resume import CONFIG, PLAN, encode
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.start import make_warm_learner
 from rl_jax.supervised import make_trained
-from rl_jax.tokens import ChatRenderer
+from rl_jax.tokens import Renderer
 
 
 def dry_run(
     setting: Setting,
     model: Model,
     record: dict[str, Any],
-    renderer: ChatRenderer,
+    renderer: Renderer,
     pool: EnvPool | None,
     progress: Progress,
 ) -> None:

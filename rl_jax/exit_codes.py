@@ -26,6 +26,7 @@ from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.rollout.tasks import TaskError
 from rl_jax.rollout.traces import TraceError
 from rl_jax.rollout.worker import EnvError
+from rl_jax.serve.router import TemplateMismatch
 from rl_jax.signals import Preempted
 from rl_jax.weights.plan import SyncPlanError
 
@@ -47,6 +48,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (ScriptError, 4),
     (SyncFailed, 5),
     (ServersNotReady, 5),
+    (TemplateMismatch, 5),
     (FleetExhausted, 5),
     (TakeTimeout, 5),
     (RolloutStopped, 5),

@@ -43,7 +43,7 @@ from rl_jax.plan_record import check_disk, plan_record
 from rl_jax.preflight import Resolve, build_model, load_names, prepare_tasks, present_devices
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
-from rl_jax.resume import PLAN, RUNS, checkpoint_steps, encode
+from rl_jax.resume import PLAN, RUNS, check_template, checkpoint_steps, encode
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.buffer import SampleBuffer
 from rl_jax.rollout.curriculum import ANY, Bandit
@@ -62,7 +62,7 @@ from rl_jax.supervised import (
     remember_reference,
     with_steps,
 )
-from rl_jax.tokens import ChatRenderer
+from rl_jax.tokens import Renderer
 from rl_jax.types import Group, Task
 from rl_jax.warm_start import warm_start
 from rl_jax.weights.plan import SyncPlan
@@ -109,6 +109,9 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         )
         model = build_model(settings, resolve, renderer.tokenizer.vocab_size)
         record = plan_record(setting, model, pool, corpus)
+        record["template_sha256"] = renderer.template_sha256
+        if options.run_dir:
+            check_template(Path(options.run_dir), renderer.template_sha256)
         if options.dry_run:
             dry_run(setting, model, record, renderer, pool, progress)
             if options.run_dir:
@@ -185,7 +188,7 @@ class Job:
     model: Model
     run_dir: RunDir
     progress: Progress
-    renderer: ChatRenderer
+    renderer: Renderer
     pool: EnvPool | None
     stack: contextlib.ExitStack  # closes what was opened, in reverse
     check_stop: Callable[[], None]  # raises Preempted if SIGTERM came and its exception was lost
@@ -216,7 +219,9 @@ def _run_mode(job: Job) -> None:
         driver = Driver(parts, settings, state)
         driver.replay(saved_batches(settings, after=state.version))
     else:
-        cluster = InProcCluster(setting.plan, setting.meshes, model, settings)
+        cluster = InProcCluster(
+            setting.plan, setting.meshes, model, settings, job.renderer.template_sha256
+        )
         job.stack.callback(cluster.close)
         _import_before_threads()
         cluster.start()  # they compile from now on, beside all that follows

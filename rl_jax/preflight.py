@@ -7,6 +7,8 @@ Must not: write anything, or start what is not ended when the check returns.
 """
 
 import asyncio
+import json
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +28,8 @@ from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
 from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.settings import Settings, TaskSource
-from rl_jax.tokens import TOKENIZERS, ChatRenderer, encodable
+from rl_jax.tokens import Renderer, encodable
+from rl_jax.tokens.load import load_tokenizer, make_renderer
 from rl_jax.types import Message, Task
 
 NUM_PROMPTS, NUM_LONGEST = (
@@ -58,7 +61,7 @@ def present_devices(plan: MeshPlan, platform: str | None = None) -> list[Any]:
 
 def load_names(
     settings: Settings, plan: MeshPlan, resolve: Resolve, mode: str = "train"
-) -> ChatRenderer:
+) -> Renderer:
     """The tokenizer's renderer, once every name of the config can be loaded and its vocabulary lies on the mesh.
 
     Raises ConfigError, here and not when the name is used: then there is a run directory, and servers run.
@@ -66,7 +69,8 @@ def load_names(
     resolve(settings.model.family, MODELS)
     resolve(settings.rollout.scheduler, SCHEDULERS)
     algorithm = resolve(settings.algorithm.name, ALGORITHMS)
-    tokenizer = resolve(settings.model.tokenizer, TOKENIZERS)()
+    renderer = _load_renderer(settings, resolve)
+    tokenizer = renderer.tokenizer
     errors = plan.check(
         settings.model, plan.num_devices, settings.learner, settings.engine, tokenizer.vocab_size
     )
@@ -77,9 +81,24 @@ def load_names(
             f"model.vocab_size={settings.model.vocab_size} is below the {tokenizer.vocab_size} tokens of"
             f" model.tokenizer={settings.model.tokenizer}; set it to 0 to take theirs"
         )
+    if (num := len(renderer.stop_token_ids)) > settings.engine.num_stop_tokens:
+        errors.append(
+            f"model.tokenizer={settings.model.tokenizer} has {num} tokens that end a turn, above"
+            f" engine.num_stop_tokens={settings.engine.num_stop_tokens}; raise it to {num}"
+        )
     if errors:
         raise ConfigError(errors)
-    return ChatRenderer(tokenizer)
+    return renderer
+
+
+def _load_renderer(settings: Settings, resolve: Resolve) -> Renderer:
+    try:
+        tokenizer = load_tokenizer(settings.model.tokenizer, resolve)
+        return make_renderer(tokenizer, settings.rollout.tool_parser, resolve)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError([f"model.tokenizer={settings.model.tokenizer}: {error}"]) from error
 
 
 def _role_errors(settings: Settings, algorithm: Any, vocab_size: int) -> list[str]:
@@ -174,7 +193,7 @@ class Played:
     prompts: tuple[LongestPrompt, ...]
 
 
-def play(settings: Settings, pool: EnvPool, renderer: ChatRenderer) -> dict[str, Played]:
+def play(settings: Settings, pool: EnvPool, renderer: Renderer) -> dict[str, Played]:
     """By tag: one scripted episode, or the first observation of an environment without a script, there and back; and
     the longest first prompt of each split. Ends the pool.
 
@@ -221,7 +240,7 @@ def to_count(tasks: Sequence[Task]) -> list[Task]:
 class _Trip:
     settings: Settings
     pool: EnvPool
-    renderer: ChatRenderer
+    renderer: Renderer
 
     async def of(self, source: TaskSource) -> Played:
         try:
@@ -275,13 +294,18 @@ class _Trip:
         handle = await self.pool.open(task, f"dry_run/{task.id}", self.settings.seed)
         messages = [*task.messages, *(await handle.reset()).messages]
         await handle.close()
-        return messages, self.renderer.first(messages)
+        return messages, self.renderer.first(messages, task.tools)
 
     def _compare(self, said: Sequence[str], tokens: Any) -> None:
         """Raises ValueError unless the tokens decode to all that was said, in order."""
-        text, at = self.renderer.tokenizer.decode(tokens), 0
-        for piece in map(encodable, said):
-            found = text.find(piece, at)
+        text, at = unicodedata.normalize("NFC", self.renderer.tokenizer.decode(tokens)), 0
+        for piece in (unicodedata.normalize("NFC", encodable(one)) for one in said):
+            # A template may trim what is said, or write it as JSON.
+            forms = (piece, piece.strip(), json.dumps(piece, ensure_ascii=False)[1:-1])
+            found, piece = next(
+                ((place, form) for form in forms if (place := text.find(form, at)) >= 0),
+                (-1, piece),
+            )
             if found < 0:
                 raise ValueError(
                     f"{piece[:80]!r} was said, but the tokens decode to {text[at : at + 80]!r} there; the tokenizer"

@@ -202,6 +202,26 @@ def stored_config(path: Path) -> dict[str, Any]:
     return stored
 
 
+def check_template(path: Path, sha256: str) -> None:
+    """Raises RunDirError if the run in a directory was begun with another tokenizer or chat template than this one:
+    the config names their files, which may have changed."""
+    file = path / PLAN
+    if not (path / CONFIG).exists() or not file.exists():
+        return
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8")).get("template_sha256", sha256)
+    except (OSError, ValueError, AttributeError) as error:
+        raise RunDirError(
+            f"{file} cannot be read ({error}), and it says which chat template the run has; restore it, or use another"
+            " --run_dir"
+        ) from None
+    if stored != sha256:
+        raise RunDirError(
+            f"{path} was begun with the chat template {stored}, and this one is {sha256}: the files of the tokenizer"
+            " were changed since (or this is another version of rl_jax); restore them, or use another --run_dir"
+        )
+
+
 def _elsewhere(path: Path) -> str:
     """How to go on where the stored config is lost: the checkpoints and the resolved config need it not."""
     if not (path / "config.resolved.py").is_file():

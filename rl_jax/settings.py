@@ -154,6 +154,8 @@ class RolloutSettings:
     top_k: int = 0
     max_new_tokens: int = 16  # per turn
     max_turns: int = 0  # 0 = the task's own limit
+    # how calls of tools are written: auto (as the tokenizer's chat template), or a name of TOOL_PARSERS
+    tool_parser: str = "auto"
     env_workers: int = 1  # environment worker processes
     envs_per_worker: int = 256  # most live environments in one worker process
     reset_timeout_s: float = 20.0

@@ -29,13 +29,13 @@ from rl_jax.rollout.scripted import ScriptPlan, scripted_trajectories
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.settings import Settings
 from rl_jax.start import make_learner
-from rl_jax.tokens import ChatRenderer
+from rl_jax.tokens import Renderer
 from rl_jax.types import Group
 
 NEED = "reference_logprobs"
 
 
-def read_rows(settings: Settings, renderer: ChatRenderer) -> Corpus | None:
+def read_rows(settings: Settings, renderer: Renderer) -> Corpus | None:
     """The corpus of data.path; None where there is no path. Raises DataError."""
     if not settings.data.path:
         return None
@@ -65,7 +65,7 @@ def with_steps(settings: Settings, corpus: Corpus | None) -> Settings:
     return replace(settings, steps=steps)
 
 
-def play_rows(settings: Settings, pool: EnvPool, renderer: ChatRenderer) -> Corpus:
+def play_rows(settings: Settings, pool: EnvPool, renderer: Renderer) -> Corpus:
     """The corpus of the task sources' scripts; ends the pool. Raises ScriptError, EnvError, DataError."""
     rules = EpisodeRules.of(
         settings.rollout, settings.engine.context, settings.serve.turn_deadline_s

@@ -55,9 +55,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy said, parsed by tokens.py, never by the environment."""
+    """What the policy said, parsed by rl_jax/tokens, never by the environment."""
 
-    text: str
+    text: str  # all of it for a task without tools; else what stands outside the calls
     tool_calls: tuple[ToolCall, ...] = ()
     parse_error: str | None = None
 
@@ -73,6 +73,8 @@ class Task:
     payload: Mapping[str, Any]
     reward: str  # "env" or a name of REWARDS
     max_turns: int
+    # {"type": "function", "function": {"name", "description", "parameters": a JSON schema}}, each; as JSON
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from rl_jax.role_source import NEEDED_ROLE, role_errors
 from rl_jax.rollout.curriculum import curriculum_errors
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.settings import Settings
-from rl_jax.tokens import TOKENIZERS
+from rl_jax.tokens import TOKENIZERS, TOOL_PARSERS
 from rl_jax.types import MAX_SUPPORT
 
 MODES = ("train", "eval", "rollout_only", "train_only")
@@ -195,6 +195,9 @@ def check(settings: Settings, mode: str = "train") -> list[str]:
     for key, table in NAMES.items():
         errors += check_name(key, values[key], table)
     errors += _tokenizer_errors(settings.model.tokenizer)
+    errors += check_name(
+        "rollout.tool_parser", settings.rollout.tool_parser, {"auto": "", **TOOL_PARSERS}
+    )
     errors += _task_errors(settings)
     sound = _repaired(settings, [error.partition("=")[0] for error in errors])
     for rule in RULES:

@@ -106,7 +106,7 @@ NO_JAX = (
     "rl_jax/__init__.py", "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/schema.py", "rl_jax/config.py",
     "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/role_source.py", "rl_jax/resume.py",
     "rl_jax/run_dir.py", "rl_jax/console.py", "rl_jax/disk.py", "rl_jax/metrics.py", "rl_jax/progress.py",
-    "rl_jax/signals.py", "rl_jax/tokens.py", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
+    "rl_jax/signals.py", "rl_jax/tokens", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
     "rl_jax/mesh/plan.py",
     "rl_jax/configs", "rl_jax/rewards", "rl_jax/rollout", "rl_jax/data", "rl_jax/algorithms/__init__.py",
     "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",

@@ -546,6 +546,7 @@ def test_every_setting_has_a_rule():
         "data.eval_path",  # files, by algorithm and mode
         "cluster.address",  # by backend
         "mesh.name",  # free
+        "rollout.tool_parser",  # a table, or auto
         "reference.checkpoint",
         "reference.pool",
         "teacher.checkpoint",

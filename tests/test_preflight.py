@@ -261,8 +261,8 @@ def test_run_keeps_the_plan_that_its_dry_run_printed(tmp_path, capsys, monkeypat
 
 
 def test_dry_run_leaves_the_plan_of_a_run_alone_and_refuses_another_config(tmp_path, capsys):
-    RunDir.open(tmp_path / "r", parse([CONFIG]).settings, files={"plan.json": "of the run"}).close()
+    RunDir.open(tmp_path / "r", parse([CONFIG]).settings, files={"plan.json": "{}"}).close()
     assert dry_run(tmp_path / "r", capsys)[0] == 0
     code, _, errors = dry_run(tmp_path / "r", capsys, "--config.seed=5")
     assert code == 2 and "belongs to another config: seed 0 there, 5 here" in errors[0]
-    assert (tmp_path / "r" / "plan.json").read_text() == "of the run"
+    assert (tmp_path / "r" / "plan.json").read_text() == "{}"

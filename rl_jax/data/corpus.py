@@ -21,7 +21,7 @@ from rl_jax.data.examples import Example, ExampleRules, make_example
 from rl_jax.data.order import epoch_order
 from rl_jax.data.rows import DataError, RowError, find_files, parse_row
 from rl_jax.settings import DataSettings
-from rl_jax.tokens import ChatRenderer
+from rl_jax.tokens import Renderer
 from rl_jax.types import Group
 
 MAX_ERRORS = 5  # bad rows that are told; the others are counted
@@ -60,7 +60,7 @@ class Corpus:
 class JsonlExamples:
     """Groups of checked lines; each is read and rendered again when it is asked for. Thread-safe."""
 
-    def __init__(self, renderer: ChatRenderer, rules: ExampleRules):
+    def __init__(self, renderer: Renderer, rules: ExampleRules):
         self._renderer, self._rules = renderer, rules
         self._files: list[Path] = []
         self._lines: list[tuple[int, int, int, int]] = []  # file, offset, size, crc32
@@ -134,7 +134,7 @@ class JsonlExamples:
 
 
 def read_corpus(
-    settings: DataSettings, renderer: ChatRenderer, rules: ExampleRules, seed: int
+    settings: DataSettings, renderer: Renderer, rules: ExampleRules, seed: int
 ) -> Corpus:
     """Of data.path and data.eval_path, or data.eval_share. Raises DataError."""
     rows = JsonlExamples(renderer, rules)

@@ -8,12 +8,11 @@ Must not: read a file, or decide what is done with a row that is too long (corpu
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from rl_jax.data.rows import Row, RowError
-from rl_jax.tokens import ChatRenderer
+from rl_jax.tokens import Renderer
 from rl_jax.types import Group, Message, Outcome, Reward, Trajectory
 
 PREFERRED = (1.0, 0.0)  # rewards of a pair's chosen and rejected
@@ -49,7 +48,7 @@ class Example:
         return len(members) == 1 or not np.array_equal(members[0].tokens, members[1].tokens)
 
 
-def make_example(row: Row, index: int, renderer: ChatRenderer, rules: ExampleRules) -> Example:
+def make_example(row: Row, index: int, renderer: Renderer, rules: ExampleRules) -> Example:
     """index: of the row among all of its corpus; it names the group. Raises RowError."""
     rendered = [
         render(conversation, row.num_prompt, renderer, rules.train_on)
@@ -69,22 +68,22 @@ def make_example(row: Row, index: int, renderer: ChatRenderer, rules: ExampleRul
 
 
 def render(
-    messages: Sequence[Message], num_prompt: int, renderer: ChatRenderer, train_on: str = "all"
+    messages: Sequence[Message], num_prompt: int, renderer: Renderer, train_on: str = "all"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens i32[T], loss_mask bool[T], turn_ids i16[T] as a Trajectory's) of a conversation that ends with the
     assistant. The first num_prompt messages are not trained, whoever says them."""
     if messages[0].role == "assistant":
         raise RowError("begins with the assistant; give it something to answer first")
-    tokenizer: Any = renderer.tokenizer
     said = [i for i, message in enumerate(messages) if message.role == "assistant"]
     trained = [i for i in said if i >= num_prompt]
     if train_on == "last":
         trained = trained[-1:]
-    parts, mask, turn_ids = [], [], []
+    parts, mask, turn_ids, is_closed = [], [], [], False
     for turn, i in enumerate(said):
         between = messages[said[turn - 1] + 1 if turn else 0 : i]
-        head = renderer.next(between, closed=True) if turn else renderer.first(between)
-        answer = np.array([*tokenizer.encode(messages[i].content), tokenizer.end], np.int32)
+        head = renderer.next(between, closed=is_closed) if turn else renderer.first(between)
+        answer = renderer.said(messages[i])
+        is_closed = renderer.is_closed(answer)
         parts += [head, answer]
         mask += [np.zeros(len(head), bool), np.full(len(answer), i in trained)]
         turn_ids += [np.full(len(head), turn if turn else -1), np.full(len(answer), turn)]

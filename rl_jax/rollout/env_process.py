@@ -32,6 +32,8 @@ from typing import Any, BinaryIO
 
 from rl_jax.rewards.check import checked
 from rl_jax.rollout import wire
+from rl_jax.tokens.tool_calls import check_tools
+from rl_jax.types import Message
 
 TASKS_PER_LINE = 1000  # bounds a line's length
 CLOSE_S = 2.0  # for instances to close after the driver has gone
@@ -104,6 +106,7 @@ class Worker:
 
     def _task_wire(self, task: Any, source: dict[str, Any]) -> dict[str, Any]:
         tag = source["tag"]
+        check_tools(task.tools)
         named = {
             "id": f"{tag}/{task.id}",
             "env": source["env"],
@@ -124,17 +127,22 @@ class Worker:
         result = env.step(wire.action_from_wire(request["a"]))
         return wire.step_to_wire(result, self._max_obs_bytes)
 
-    def _script(self, request: dict[str, Any]) -> str:
+    def _script(self, request: dict[str, Any]) -> list[Any]:
         number = request["e"]
         env, task = self._live[number]
         if not hasattr(env, "script"):
             raise ValueError(f"environment {task.env!r} has no script(); set warm_start.steps=0")
         # One stream for the whole episode, from the seed of the first call.
         rng = self._scripts.setdefault(number, random.Random(request["seed"]))
-        text = env.script(rng, request["skill"])
-        if not isinstance(text, str):
-            raise ValueError(f"script() of {task.env!r} returned {type(text).__name__}, no str")
-        return text
+        said = env.script(rng, request["skill"])
+        if isinstance(said, str):
+            said = Message("assistant", said)
+        if not isinstance(said, Message) or said.role != "assistant":
+            what = f"a message of {said.role}" if isinstance(said, Message) else type(said).__name__
+            raise ValueError(
+                f"script() of {task.env!r} returned {what}, no str and no message of the assistant"
+            )
+        return wire.message_to_wire(said)
 
     def _close(self, request: dict[str, Any]) -> None:
         self._scripts.pop(request["e"], None)

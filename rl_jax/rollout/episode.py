@@ -8,7 +8,9 @@ Life of an episode:
 1. The environment is opened and reset; the first context is rendered.
 2. A turn is asked for with the whole context. A retryable TurnError is retried once. A turn that comes back aborted is
    resumed: what it sampled stays, and counts against the turn's budget.
-3. The sampled text goes to the environment; its answer is rendered onto the context. Back to 2.
+3. The sampled text and its tool calls go to the environment; its answer is rendered onto the context. Back to 2. A
+   call that cannot be read or made never reaches the environment: the policy is told why by a message of the tool, and
+   the turn counts, with a reward of 0.
 Budgets belong to the trajectory, not to a request: max_new_tokens a turn, `context` tokens in all, max_turns turns.
 Cuts: a turn cut at max_new_tokens is closed by the renderer and the episode goes on (the Turn's finish counts it); if
 it was the last turn, the trajectory is TRUNCATED by "length" even where the environment then said done. A full context
@@ -29,6 +31,7 @@ from rl_jax.ledger import EpisodeRef
 from rl_jax.rollout.assembly import ClosedEpisode, assemble, check_turn, merge_turns
 from rl_jax.rollout.worker import EnvError, EnvHandle
 from rl_jax.settings import RolloutSettings
+from rl_jax.tokens import Renderer
 from rl_jax.types import (
     EpisodeView,
     Failure,
@@ -85,7 +88,7 @@ class EpisodeTools:
     sampler: Sampler
     open_env: Callable[[Task, str, int], Awaitable[EnvHandle]]  # (task, uid, seed)
     close_env: Callable[[EnvHandle], Any]  # returns at once: an episode does not wait for it
-    renderer: Any  # tokens.ChatRenderer
+    renderer: Renderer
     count: Callable[[str], None]  # adds 1 to a counter of this name
     turn_phase: str = (
         "sampling turn"  # what a turn's maker does, for the lines that say what was awaited
@@ -266,7 +269,8 @@ async def _play(
             Failure("env", "done_at_reset", "infra", "reset() says done: nothing can be sampled")
         )
     episode.messages += seen.messages
-    added = _render(episode, tools.renderer.first, episode.messages)
+    offered = episode.task.tools
+    added = _render(episode, tools.renderer.first, episode.messages, tools=offered)
     episode.first_tokens = added
     if len(added) >= episode.rules.context:
         detail = f"the prompt has {len(added)} tokens, engine.context={episode.rules.context}"
@@ -283,9 +287,13 @@ async def _play(
         episode.num_tokens += len(turn.tokens)
         tools.count(f"turns/{turn.finish.value}")
         episode.enter("stepping its environment")
-        action = tools.renderer.parse(turn.tokens)
-        episode.texts.append(action.text)
-        seen = await handle.step(action)
+        action = tools.renderer.parse(turn.tokens, offered)
+        episode.texts.append(tools.renderer.text(turn.tokens))
+        if action.parse_error is None:
+            seen = await handle.step(action)
+        else:
+            tools.count("episodes/malformed_calls")
+            seen = StepResult((Message("tool", action.parse_error),), reward=0.0)
         episode.steps.append(seen)
         episode.messages += seen.messages
         if seen.to_agent != "policy":
@@ -300,7 +308,9 @@ async def _play(
         if len(episode.turns) >= episode.max_turns:
             return episode.end(Outcome.TRUNCATED, "turn_limit")
         is_closed = tools.renderer.is_closed(turn.tokens)
-        added = _render(episode, tools.renderer.next, seen.messages, closed=is_closed)
+        added = _render(
+            episode, tools.renderer.next, seen.messages, closed=is_closed, calls=action.tool_calls
+        )
         if len(added) >= episode.room:
             return episode.end(Outcome.TRUNCATED, "context")
 
@@ -377,7 +387,7 @@ def _request(episode: Episode, tools: EpisodeTools, kept: int) -> TurnRequest:
         top_p=rules.top_p,
         top_k=rules.top_k,
         max_new_tokens=rules.max_new_tokens - kept,
-        stop_token_ids=tools.renderer.tokenizer.stop_token_ids,
+        stop_token_ids=tools.renderer.stop_token_ids,
         stop=(),
         seed=sample_seed(episode.run_seed, ref.epoch, ref.index, ref.sample, turn),
         tag=ref.tag,

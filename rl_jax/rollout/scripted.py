@@ -52,8 +52,8 @@ class ScriptPlan:
 class ScriptSampler:
     """Implements types.Sampler; a session's environment must be opened through `open_env`."""
 
-    def __init__(self, pool: Any, tokenizer: Any, plan: ScriptPlan):
-        self._pool, self._tokenizer, self._plan = pool, tokenizer, plan
+    def __init__(self, pool: Any, renderer: Any, plan: ScriptPlan):
+        self._pool, self._renderer, self._plan = pool, renderer, plan
         self._handles: dict[str, Any] = {}  # by uid
 
     async def open_env(self, task: Task, uid: str, seed: int) -> Any:
@@ -63,9 +63,10 @@ class ScriptSampler:
 
     async def generate(self, request: TurnRequest) -> Turn:
         """Raises TurnError "script" if the text does not fit into the turn, or does not come back from its tokens."""
-        text = await self._handles[request.uid].script(request.seed, self._plan.skill)
-        tokens = np.array([*self._tokenizer.encode(text), self._tokenizer.end], np.int32)
-        if (decoded := self._tokenizer.decode(tokens[:-1])) != encodable(text):
+        said = await self._handles[request.uid].script(request.seed, self._plan.skill)
+        tokens, text = self._renderer.said(said), encodable(said.content)
+        decoded = self._renderer.text(tokens)
+        if decoded != text and not (said.tool_calls and decoded.startswith(text)):
             raise TurnError(
                 "script", "script", f"the script's {text[:80]!r} is {decoded[:80]!r} once tokenized"
             )
@@ -124,7 +125,7 @@ async def scripted_episodes(
     """
     if not tasks:
         raise ScriptError("no tasks to play scripts on")
-    sampler = ScriptSampler(pool, renderer.tokenizer, plan)
+    sampler = ScriptSampler(pool, renderer, plan)
     closing: set[asyncio.Task] = set()
 
     def close_env(handle: Any) -> None:

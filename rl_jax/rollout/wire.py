@@ -51,6 +51,7 @@ def task_to_wire(task: Task) -> dict[str, Any]:
 def task_from_wire(wire: Mapping[str, Any]) -> Task:
     fields_of = dict(wire)
     fields_of["messages"] = tuple(message_from_wire(m) for m in wire["messages"])
+    fields_of["tools"] = tuple(wire["tools"])
     return Task(**fields_of)
 
 

@@ -32,7 +32,7 @@ from rl_jax.rollout import wire
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
-from rl_jax.types import Action, EpisodeView, Failure, Reward, StepResult, Task
+from rl_jax.types import Action, EpisodeView, Failure, Message, Reward, StepResult, Task
 
 FREE_RESTARTS = 2  # replacements without a pause
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before the later ones; doubles each time
@@ -78,12 +78,13 @@ class EnvHandle:
             await self._call("step", self._pool.step_limit, a=wire.action_to_wire(action))
         )
 
-    async def script(self, seed: int, skill: float) -> str:
-        """The text of the next scripted action. seed: of the episode's script; only the first call's counts.
+    async def script(self, seed: int, skill: float) -> Message:
+        """What the next scripted action says. seed: of the episode's script; only the first call's counts.
 
         skill: probability, 0..1, that the episode is played by the solution. Raises EnvError, as reset().
         """
-        return await self._call("script", self._pool.step_limit, seed=seed, skill=skill)
+        said = await self._call("script", self._pool.step_limit, seed=seed, skill=skill)
+        return wire.message_from_wire(said)
 
     async def close(self) -> None:
         """Give the place back. Raises nothing: the episode is over, so trouble is only counted (close_failed)."""

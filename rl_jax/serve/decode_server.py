@@ -56,11 +56,14 @@ class DecodeServer:
         *,
         tags: Sequence[str] = (),
         hardware: str = "",
+        template_sha256: str = "",
     ):
         """engine: types.Engine with mesh, param_shardings, settings, zero_params, pack, compile_steps.
+        template_sha256: of the Renderer that it is started for.
 
         Starts without weights.
         """
+        self.template_sha256 = template_sha256
         self.name, self.pool, self.engine, self.settings = name, pool, engine, settings
         self.tags, self.hardware = tuple(tags), hardware
         self.version = -1  # of the weights in use; written by the server's thread

@@ -72,7 +72,10 @@ class PrefillServer:
         *,
         tags: Sequence[str] = (),
         hardware: str = "",
+        template_sha256: str = "",
     ):
+        """template_sha256: of the Renderer that it is started for."""
+        self.template_sha256 = template_sha256
         self.name, self.pool, self.engine, self.settings = name, pool, engine, settings
         self.tags, self.hardware = tuple(tags), hardware
         self.version = -1

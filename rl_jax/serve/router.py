@@ -14,7 +14,7 @@ servers answer from their threads through `call_soon_threadsafe`. Life of a turn
    does it all.
 3. The decode server answers, or the deadline passes and the turn is aborted there.
 Invariants: generate never outlives the deadline; a session whose server is fenced starts anew on
-another one.
+another one; every server was started for the renderer whose tokens come here.
 Must not: retry a turn (the episode does, once), or wait in abort and release.
 """
 
@@ -48,18 +48,38 @@ class Flight:
     times_s: dict[str, float] = field(default_factory=dict)
 
 
+class TemplateMismatch(ValueError):
+    """A server was started for another chat template than the one that is rendered here."""
+
+
 class Router:
     """types.Sampler over in-process servers.
 
     All methods belong to the asyncio thread; `stats` may be called anywhere.
     """
 
-    def __init__(self, decode: Sequence[DecodeServer], prefill: Sequence[PrefillServer], plan: Any):
-        """plan: MeshPlan; only its pools_for is used."""
+    def __init__(
+        self,
+        decode: Sequence[DecodeServer],
+        prefill: Sequence[PrefillServer],
+        plan: Any,
+        template_sha256: str = "",
+    ):
+        """plan: MeshPlan; only its pools_for is used. template_sha256: of the Renderer whose tokens are sent.
+
+        Raises: ValueError without a decode server; TemplateMismatch for a server of another template.
+        """
         if not decode:
             raise ValueError(
                 "the router has no decode server; add a decode or colocated pool to the mesh"
             )
+        for server in (*prefill, *decode):
+            if server.template_sha256 != template_sha256:
+                raise TemplateMismatch(
+                    f"server {server.name} was started for the chat template {server.template_sha256 or 'of none'}, but"
+                    f" this run renders with {template_sha256 or 'none'}; start it with the same model.tokenizer,"
+                    " template files and rollout.tool_parser"
+                )
         self._decode, self._prefill, self._plan = tuple(decode), tuple(prefill), plan
         self._sessions: dict[str, Placed] = {}
         self._flights: dict[str, list[Flight]] = {}  # by uid

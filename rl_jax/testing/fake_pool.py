@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_jax.rollout.worker import EnvError
-from rl_jax.types import Action, EpisodeView, Reward, StepResult, Task
+from rl_jax.types import Action, EpisodeView, Message, Reward, StepResult, Task
 
 
 @dataclass
@@ -81,10 +81,11 @@ class FakeHandle:
         await self.pool.call("step", self.uid)
         return self.env.step(action)
 
-    async def script(self, seed: int, skill: float) -> str:
+    async def script(self, seed: int, skill: float) -> Message:
         await self.pool.call("script", self.uid)
         self._script = self._script or random.Random(seed)
-        return self.env.script(self._script, skill)
+        said = self.env.script(self._script, skill)
+        return Message("assistant", said) if isinstance(said, str) else said
 
     async def close(self) -> None:
         self.pool.num_closed += 1

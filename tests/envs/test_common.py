@@ -14,7 +14,7 @@ import pytest
 from envs import ENVS
 from rl_jax.rewards.check import from_steps
 from rl_jax.rollout import wire
-from rl_jax.types import Action
+from rl_jax.types import Action, Message
 
 MAX_OBS_BYTES = 65_536
 
@@ -33,9 +33,25 @@ CASES = {
         "unseen",
         {"map_size": 8, "max_turns": 40, "is_slippery": True, "instructions": ""},
     ),
+    "calculator": Case("calculator", "eval", {"num_tasks": 20, "eval_size": 8}),
+    "calculator_submit": Case(
+        "calculator",
+        "eval",
+        {"num_tasks": 20, "eval_size": 8, "answer_by": "submit", "call_operators": 0},
+    ),
     "echo": Case("rl_jax.testing.envs:EchoEnv", "eval"),
     "chain_sum": Case("reasoning_gym", "eval", {"dataset": "chain_sum", "bare": True, "size": 100}),
     "countdown": Case("reasoning_gym", "eval", {"dataset": "countdown", "size": 5, "eval_size": 3}),
+    "mixture": Case(
+        "reasoning_gym",
+        "eval",
+        {
+            "mixture": {"gcd": 1, "chain_sum": {"weight": 3, "config": {"max_terms": 3}}},
+            "answer_tag": "answer",
+            "size": 40,
+            "eval_size": 8,
+        },
+    ),
 }
 # Importing reasoning_gym takes seconds.
 PARAMS = [
@@ -162,7 +178,9 @@ def test_scripts_solve_with_full_skill_and_never_without(case):
             env, rng, rewards = cls(), random.Random(i), []
             env.reset(task, i)
             for _ in range(task.max_turns):
-                result = env.step(Action(env.script(rng, skill)))
+                said = env.script(rng, skill)
+                message = Message("assistant", said) if isinstance(said, str) else said
+                result = env.step(Action(message.content, message.tool_calls))
                 rewards.append(result.reward)
                 if result.done:
                     break

@@ -1,0 +1,458 @@
+"""A directory's chat template as a Renderer: what is scaffold and what is content is known of every character.
+
+How. A conversation is rendered twice: as it is, and with every content in a private alphabet (marks.py). Where both
+renderings say the same, control tokens are taken where their names stand in the second one's own characters, and all
+between them is encoded as plain text; so tokens are those that `tokenizers` gives the first rendering, except that the
+name of a control token in a content stays text. A content that steers the template by imitating its markers (the two
+differ) is rendered as if it were any other text. In messages of the assistant the template finds its markers
+("</think>"), and those that are no special tokens mean what they say: they are the policy's own words.
+
+Later turns. next() renders [a user's message, an assistant's, the new messages] and gives what stands behind the
+assistant's words: no history is rendered, whatever the template would make of it. rewritten() renders it, and tells
+where the template shows another one (Qwen 3 drops the thoughts of earlier turns).
+
+What a template refuses or leaves out is said in another way, the first that it takes: calls as text in the content;
+tool messages as the user's; system messages as the user's; neighbours of one role as one message. A template that
+ignores its tools is told them in the system message, as ChatRenderer does.
+
+Must not: keep anything between two calls.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rl_jax.tokens.chat import check_first, text_of, with_tools
+from rl_jax.tokens.hf import HfTokenizer
+from rl_jax.tokens.marks import PRIVATE_CLASS, PROBES, Marks
+from rl_jax.tokens.renderer import Tools, sha256_of
+from rl_jax.tokens.template_engine import compile_template
+from rl_jax.tokens.tokenizer import encodable
+from rl_jax.tokens.tool_calls import ToolParser, read_action
+from rl_jax.types import Action, Message, ToolCall
+
+FIRST_SAID = -2  # owner of the assistant's first message; -3 of the second
+USER, SAID, TOOL = PROBES[:3]  # one character each: no template can take a part of it
+
+# Words of a tool's schema that a template may look for; every other text in it is content.
+SCHEMA_WORDS = frozenset(
+    (
+        "type", "function", "name", "description", "parameters", "properties", "required", "items", "enum", "string",
+        "integer", "number", "boolean", "object", "array", "null", "default", "additionalProperties", "return",
+        "returns", "strict", "anyOf", "oneOf", "allOf", "const", "format",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rendering:
+    text: str  # content in the private alphabet of `marks`
+    marks: Marks
+
+
+class TemplateRenderer:
+    """Implements Renderer."""
+
+    def __init__(self, tokenizer: HfTokenizer, template: str, parser: ToolParser):
+        """Raises ValueError, one line, for a template that cannot be rendered, or that changes content."""
+        self.tokenizer, self._parser, self._template = tokenizer, parser, template
+        self._where = f"the chat template of {tokenizer.directory}"
+        if re.search(f"[{PRIVATE_CLASS}]", template):
+            raise ValueError(
+                f"{self._where} has characters of Unicode's private planes; take them out"
+            )
+        self._render = compile_template(template, self._where)
+        # Markers that stand in the template and are no special tokens.
+        markers = set(re.findall(r"</?[a-z_]+>", template)) - self._special()
+        names = "|".join(re.escape(m) for m in sorted(markers, key=lambda m: -len(m)))
+        self._keep = re.compile(names) if markers else None
+        self._header = self._missing_header()
+        self._end = self._find_end()
+        stops = tokenizer.stop_token_ids
+        self._end_id = tokenizer.control[self._end] if self._end else None
+        self.stop_token_ids = (
+            stops
+            if self._end_id is None
+            else (self._end_id, *(s for s in stops if s != self._end_id))
+        )
+        self.tells_tools = self._tells_tools()
+        self._check_content()
+        self.template_sha256 = sha256_of(
+            "template", tokenizer, parser.name, template=template, names=tokenizer.special_tokens
+        )
+
+    # --- Renderer -------------------------------------------------------------------------------------------------
+
+    def first(self, messages: Sequence[Message], tools: Tools = ()) -> np.ndarray:
+        """See Renderer."""
+        check_first(messages)
+        return self._ids(self._whole(messages, tools))
+
+    def next(
+        self, messages: Sequence[Message], *, closed: bool, calls: Sequence[ToolCall] = ()
+    ) -> np.ndarray:
+        """See Renderer."""
+        rendering = self._suffix(messages, calls)
+        if closed and self._end:
+            rendering = replace(rendering, text=rendering.text.partition(self._end)[2])
+        return self._ids(rendering)
+
+    def rewritten(
+        self,
+        messages: Sequence[Message],
+        turns: Sequence[np.ndarray],
+        seen: np.ndarray,
+        tools: Tools = (),
+    ) -> np.ndarray | None:
+        """See Renderer."""
+        rendering = self._whole(messages, tools)
+        num_said = sum(message.role == "assistant" for message in messages)
+        kept = []
+        for ordinal, tokens in enumerate(turns, num_said - len(turns)):
+            found = self._find_kept(rendering, FIRST_SAID - ordinal, tokens)
+            kept += [found] if found else []
+        ids = self._ids(rendering, kept)
+        return None if np.array_equal(ids, seen) else ids
+
+    def said(self, message: Message) -> np.ndarray:
+        """See Renderer."""
+        content, text = encodable(message.content), encodable(message.content)
+        if message.tool_calls:
+            text = encodable(self._parser.write(message.tool_calls, content))
+        ids = self.tokenizer.encode_said(text, self._parser.markers, len(content))
+        return np.array([*ids, self.stop_token_ids[0]], np.int32)
+
+    def text(self, tokens: np.ndarray) -> str:
+        """See Renderer."""
+        return text_of(self.tokenizer, self.stop_token_ids, tokens)
+
+    def is_closed(self, tokens: np.ndarray) -> bool:
+        """See Renderer."""
+        return len(tokens) > 0 and int(tokens[-1]) == self._end_id
+
+    def parse(self, tokens: np.ndarray, tools: Tools = ()) -> Action:
+        """See Renderer."""
+        return read_action(self._parser, self.text(tokens), tools)
+
+    def preserves(self, messages: Sequence[Message], tools: Tools = ()) -> bool:
+        """Whether the template shows a conversation of the assistant as turns that were put behind each other."""
+        said = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        if not said:
+            return True
+        seen, turns = [self.first(messages[: said[0]], tools)], []
+        for i, after in zip(said, [*said[1:], len(messages)]):
+            turns.append(self.said(Message("assistant", messages[i].content)))
+            seen += [turns[-1], self.next(messages[i + 1 : after], closed=self._end is not None)]
+        return self.rewritten(messages, turns, np.concatenate(seen), tools) is None
+
+    # --- renderings -----------------------------------------------------------------------------------------------
+
+    def _whole(self, messages: Sequence[Message], tools: Tools) -> Rendering:
+        if tools and not self.tells_tools:
+            messages, tools = with_tools(messages, tools, self._parser), ()
+        return self._first_taken(self._ways(messages), tools)
+
+    def _suffix(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> Rendering:
+        """From behind an assistant's words on."""
+        plain = [Message("user", USER), Message("assistant", SAID)]
+        # Ids that the policy made up may be refused; ours are not.
+        ways = [
+            (way, one) for way in self._ways(messages) for one in ((calls, ()) if calls else ((),))
+        ]
+        errors = []
+        for way, answered in ways:
+            # Some templates want to see the call that a tool answers.
+            called = replace(plain[1], tool_calls=tuple(_calls_for(way, answered)))
+            for turn in (plain[1], called) if called.tool_calls and self._end else (plain[1],):
+                try:
+                    found = self._rendered([plain[0], turn, *way], (), answered)
+                except ValueError as error:
+                    errors.append(error)
+                    continue
+                tail = found.text.rpartition(SAID)[2]
+                if turn.tool_calls:
+                    tail = str(self._end) + tail.partition(str(self._end))[2]
+                return replace(found, text=tail)
+        raise errors[0]
+
+    def _ways(self, messages: Sequence[Message]) -> Iterator[list[Message]]:
+        """The messages as they are, then in the ways in which a template may take what it refused."""
+        way = list(messages)
+        yield way
+        for change in (self._calls_as_text, _tools_as_users, _systems_as_users, _joined):
+            changed = change(way)
+            if changed != way:
+                way = changed
+                yield way
+
+    def _first_taken(self, ways: Iterator[list[Message]], tools: Tools) -> Rendering:
+        errors = []
+        for way in ways:
+            try:
+                return self._rendered(way, tools)
+            except ValueError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Tools = (), calls: Sequence[ToolCall] = ()
+    ) -> Rendering:
+        """Raises ValueError where the template refuses the messages, or leaves one out."""
+        try:
+            plain = self._said_as(None, messages, tools, calls)
+        except ValueError:
+            plain = None
+        first = None
+        for mark_ends in (True, False):
+            marks = Marks(self._template, mark_ends)
+            text = self._said_as(marks, messages, tools, calls)
+            if first is None:
+                _check_complete(text, marks, messages, self._where)
+            first = first or Rendering(text, marks)
+            if plain is not None and marks.plain(text) == plain:
+                return Rendering(text, marks)
+        assert first is not None
+        return first  # a content imitates what the template looks for: it is taken as any other
+
+    def _said_as(
+        self,
+        marks: Marks | None,
+        messages: Sequence[Message],
+        tools: Tools,
+        calls: Sequence[ToolCall],
+        prompt: bool = True,
+    ) -> str:
+        told = []
+        answers = iter(_answered(calls))
+        for message, owner in zip(messages, _owners(messages)):
+            call = next(answers) if message.role == "tool" else None
+            told.append(_as_dict(message, owner, call, marks, self._keep))
+        text = self._render(
+            marks,
+            messages=told,
+            tools=[_schema(tool, marks) for tool in tools] or None,
+            documents=None,
+            add_generation_prompt=prompt,
+            **self.tokenizer.special_tokens,
+        )
+        return text + self._header if prompt else text
+
+    def _ids(
+        self, rendering: Rendering, kept: Sequence[tuple[int, int, np.ndarray]] = ()
+    ) -> np.ndarray:
+        """Tokens of a rendering. kept: (start, end, tokens) of the places whose tokens are known."""
+        out: list[int] = []
+        at = 0
+        for start, end, tokens in (
+            *sorted(kept, key=lambda k: k[0]),
+            (len(rendering.text), 0, None),
+        ):
+            for piece in self.tokenizer.control_pieces(rendering.text[at:start]):
+                is_token = isinstance(piece, int)
+                out += [piece] if is_token else self.tokenizer.encode(rendering.marks.plain(piece))
+            if tokens is not None:
+                out += tokens.tolist()
+                at = end
+        return np.array(out, np.int32)
+
+    def _find_kept(
+        self, rendering: Rendering, owner: int, tokens: np.ndarray
+    ) -> tuple[int, int, np.ndarray] | None:
+        """Where a turn's words stand in a rendering, whole or from a token on, and those tokens."""
+        if len(tokens) and int(tokens[-1]) in self.stop_token_ids:
+            tokens = tokens[:-1]
+        runs = rendering.marks.owns(rendering.text, owner)
+        if not runs:
+            return None
+        text, said = rendering.marks.plain(rendering.text), self.tokenizer.decode(tokens)
+        start, end = runs[-1]
+        at = said.rfind(text[start:end])
+        begin = start - at
+        if at >= 0 and 0 <= begin <= runs[0][0] and text[begin : begin + len(said)] == said:
+            return begin, begin + len(said), tokens
+        rest = said[at:]
+        if at < 0 or text[start : start + len(rest)] != rest:
+            return None
+        low, high = 0, len(tokens)  # the last token from which on at least `rest` is said
+        while high - low > 1:
+            middle = (low + high) // 2
+            if len(self.tokenizer.decode(tokens[middle:])) >= len(rest):
+                low = middle
+            else:
+                high = middle
+        if self.tokenizer.decode(tokens[low:]) != rest:
+            return None
+        return start, start + len(rest), tokens[low:]
+
+    def _calls_as_text(self, messages: list[Message]) -> list[Message]:
+        return [
+            Message(m.role, self._parser.write(m.tool_calls, m.content)) if m.tool_calls else m
+            for m in messages
+        ]
+
+    # --- what the template does -----------------------------------------------------------------------------------
+
+    def _special(self) -> set[str]:
+        return {text for text in self.tokenizer.control if text not in self.tokenizer.speakable}
+
+    def _probe(self, messages: Sequence[Message], prompt: bool = True) -> str:
+        return self._said_as(None, messages, (), (), prompt)
+
+    def _missing_header(self) -> str:
+        """The assistant's header, of a template that ignores add_generation_prompt and would not write it."""
+        self._header = ""
+        user = [Message("user", USER)]
+        asked = self._probe(user)
+        if asked != self._probe(user, prompt=False):
+            return ""
+        whole = self._probe([*user, Message("assistant", SAID)], prompt=False)
+        between = whole.partition(USER)[2].partition(SAID)[0]
+        tail = asked.partition(USER)[2]
+        rest = between[len(tail) :] if between.startswith(tail) else ""
+        return rest if rest.strip() else ""
+
+    def _find_end(self) -> str | None:
+        """The control token that closes what the assistant said; None if the template writes none."""
+        whole = self._probe([Message("user", USER), Message("assistant", SAID)], prompt=False)
+        if USER not in whole or SAID not in whole:
+            raise ValueError(f"{self._where} does not say what a user and an assistant say")
+        pieces = self.tokenizer.control_pieces(whole.rpartition(SAID)[2])
+        names = {token: text for text, token in self.tokenizer.control.items()}
+        return next((names[piece] for piece in pieces if isinstance(piece, int)), None)
+
+    def _tells_tools(self) -> bool:
+        tool = {"type": "function", "function": {"name": TOOL, "description": "", "parameters": {}}}
+        try:
+            return TOOL in self._said_as(None, [Message("user", USER)], [tool], ())
+        except ValueError:
+            return False
+
+    def _check_content(self) -> None:
+        """Raises ValueError for a template whose rendering of plain text is not that text in a scaffold."""
+        talk = [
+            Message("user", " What is 2 + 2?\n\nSay it in one word. "),
+            Message("assistant", "Four."),
+            Message("user", "Sure?"),
+        ]
+        plain, marks = self._probe(talk), Marks(self._template)
+        if marks.plain(self._said_as(marks, talk, (), ())) != plain:
+            marks = Marks(self._template, mark_ends=False)
+            if marks.plain(self._said_as(marks, talk, (), ())) != plain:
+                raise ValueError(
+                    f"{self._where} changes what is said (letters or words of it), so that content cannot be told from"
+                    " its own text; use a template that only trims it"
+                )
+
+
+def _owners(messages: Sequence[Message]) -> Iterator[int]:
+    """Whose marks a message's content has: the assistant's messages by their ordinal, however others are joined."""
+    num_said = 0
+    for i, message in enumerate(messages, 1):
+        is_said = message.role == "assistant"
+        yield FIRST_SAID - num_said if is_said else i
+        num_said += is_said
+
+
+def _as_dict(
+    message: Message,
+    owner: int,
+    call: ToolCall | None,
+    marks: Marks | None,
+    keep: re.Pattern[str] | None,
+) -> dict[str, Any]:
+    """A message as templates know it. call: the one that a tool message answers."""
+    is_own = message.role == "assistant"
+
+    def mark(text: str) -> str:
+        if text in PROBES:
+            return text
+        if marks is None:
+            return encodable(text)
+        looked_for = keep if is_own and keep is not None and keep.search(text) else None
+        return marks.mark(text, owner, looked_for)
+
+    out: dict[str, Any] = {"role": message.role, "content": mark(message.content)}
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {
+                "id": mark(one.id or f"{i:09d}"),
+                "type": "function",
+                "function": {"name": mark(one.name), "arguments": _tree(one.arguments, mark)},
+            }
+            for i, one in enumerate(message.tool_calls)
+        ]
+    if call is not None:
+        out["tool_call_id"] = mark(call.id)
+        if call.name:
+            out["name"] = mark(call.name)
+    return out
+
+
+def _answered(calls: Sequence[ToolCall]) -> Iterator[ToolCall]:
+    """What each tool message answers: its name, if it is known, and an id."""
+    for i in itertools.count():
+        call = calls[i] if i < len(calls) else ToolCall("", {})
+        yield ToolCall(call.name, {}, call.id or f"{i:09d}")
+
+
+def _tree(value: Any, mark: Any) -> Any:
+    if isinstance(value, str):
+        return mark(value)
+    if isinstance(value, Mapping):
+        return {mark(str(k)): _tree(v, mark) for k, v in value.items()}
+    return [_tree(v, mark) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _schema(tool: Mapping[str, Any], marks: Marks | None) -> Any:
+    def mark(text: str) -> str:
+        if text in SCHEMA_WORDS or text in PROBES:
+            return text
+        return encodable(text) if marks is None else marks.mark(text)
+
+    return _tree(tool, mark)
+
+
+def _check_complete(text: str, marks: Marks, messages: Sequence[Message], where: str) -> None:
+    """Raises ValueError if the template left out what somebody said, the assistant aside."""
+    escapes = marks.escapes()
+    for message, owner in zip(messages, _owners(messages)):
+        said = [call.name for call in message.tool_calls]
+        said += [message.content.strip()] if message.role != "assistant" else []
+        for words in said:
+            marked = words if words in PROBES else marks.mark(words, owner)
+            if marked not in text and marked.translate(escapes) not in text:
+                raise ValueError(
+                    f"{where} leaves out what a message of the role {message.role} says: {words[:80]!r}"
+                )
+
+
+def _calls_for(messages: Sequence[Message], calls: Sequence[ToolCall]) -> Iterator[ToolCall]:
+    """A call for each tool message at the start, under the id that the message will name."""
+    for message, call in zip(messages, _answered(calls)):
+        if message.role != "tool":
+            return
+        yield ToolCall(SAID, {}, call.id)
+
+
+def _tools_as_users(messages: list[Message]) -> list[Message]:
+    return [replace(m, role="user") if m.role == "tool" else m for m in messages]
+
+
+def _systems_as_users(messages: list[Message]) -> list[Message]:
+    return [replace(m, role="user") if m.role == "system" else m for m in messages]
+
+
+def _joined(messages: list[Message]) -> list[Message]:
+    """Neighbours of one role as one message."""
+    out: list[Message] = []
+    for message in messages:
+        if out and out[-1].role == message.role:
+            last = out.pop()
+            content = "\n\n".join(filter(None, (last.content, message.content)))
+            message = Message(message.role, content, last.tool_calls + message.tool_calls)
+        out.append(message)
+    return out

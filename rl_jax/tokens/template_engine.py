@@ -1,0 +1,106 @@
+"""A chat template as a function: jinja2, sandboxed, with what templates expect to find, and nothing that changes.
+
+As transformers has it: trim_blocks, lstrip_blocks, loop controls, raise_exception, tojson without HTML escapes, and the
+tag {% generation %}, whose body is rendered as if the tag were not there. strftime_now tells a fixed day, so that a
+prompt and its hash are the same tomorrow; a template that needs today's date does not get it.
+
+Must not: let a template write, call or import anything (ImmutableSandboxedEnvironment), or keep state between two
+renderings.
+"""
+
+import datetime
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rl_jax.tokens.marks import Marks
+
+MAX_TEMPLATE = 1_000_000  # characters
+NOW = datetime.datetime(
+    2024, 7, 26
+)  # the day that Llama 3's template names where it is not told one
+MARKS = "rl_jax_marks"  # the variable in which a rendering's Marks reach tojson
+
+# What a template may raise by what it is given, beside its own exceptions.
+FAULTS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+Render = Callable[..., str]  # (marks, **variables)
+
+
+def compile_template(text: str, where: str) -> Render:
+    """The function of a template. Calling it raises ValueError for what the template refuses or cannot do.
+
+    Raises: ValueError, one line, for a text that is no template.
+    """
+    if len(text) > MAX_TEMPLATE:
+        raise ValueError(f"{where} has {len(text)} characters, more than {MAX_TEMPLATE}")
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _tojson
+    functions: dict[str, Any] = {"raise_exception": _raise, "strftime_now": NOW.strftime}
+    environment.globals.update(functions)
+    try:
+        template = environment.from_string(text)
+    except (TemplateError, RecursionError) as error:
+        raise ValueError(f"{where} is no chat template ({type(error).__name__}: {error})") from None
+
+    def render(marks: Marks | None, **variables: Any) -> str:
+        try:
+            return template.render(**{MARKS: marks}, **variables)
+        except FAULTS as error:
+            told = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"{where} refuses the messages: {told}") from None
+
+    return render
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %}: its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+@jinja2.pass_context
+def _tojson(
+    context: Context,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    form: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    marks = context.get(MARKS)
+    if marks is None:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+    return json.dumps(_escaped(value, marks.escapes(ensure_ascii)), ensure_ascii=False, **form)
+
+
+def _escaped(value: Any, table: Mapping[int, str]) -> Any:
+    """Marked characters that JSON escapes, as their escapes, still marked."""
+    if isinstance(value, str):
+        return value.translate(table)
+    if isinstance(value, Mapping):
+        return {_escaped(k, table): _escaped(v, table) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_escaped(item, table) for item in value]
+    return value
