@@ -328,6 +328,7 @@ def _live_parts(
         cluster.router, stream, pool, job.renderer, buffer, ledger,
         job.setting.resolve(settings.rollout.scheduler, SCHEDULERS)(), settings.rollout,
         run_id=settings.run_id, seed=settings.seed, context=settings.engine.context,
+        row_tokens=settings.learner.row_tokens, vocab_size=job.model.vocab_size,
         turn_deadline_s=settings.serve.turn_deadline_s,
         stop_deadline_s=settings.serve.stop_deadline_s,
         rewards=settings.rewards, quarantine_dir=job.run_dir.path / "quarantine",

@@ -127,6 +127,7 @@ METRICS = {
     "episodes/dropped_filtered": "of these, not selected by the algorithm; .REASON by its reason",
     "episodes/dropped_short": "of these, members of a group that could not be completed",
     "episodes/retried": "attempts after the first",
+    "episodes/rewritten_history": "turns before which the chat template began a new context (rollout.history=template)",
     "episodes/malformed_calls": "tool calls that could not be read or made; the policy was told why",
     "episodes/cut_observations": "observations longer than rollout.max_obs_bytes, cut and marked",
     "alarm/zero_signal": "1 where no token was trained or every advantage was 0 (rl_jax/guards.py)",

@@ -156,6 +156,9 @@ class RolloutSettings:
     max_turns: int = 0  # 0 = the task's own limit
     # how calls of tools are written: auto (as the tokenizer's chat template), or a name of TOOL_PARSERS
     tool_parser: str = "auto"
+    # where a chat template shows another history than was seen (it drops earlier thoughts): keep = go on with what was
+    # seen | template = begin a new context as it says, trained apart; all contexts of an episode fit learner.row_tokens
+    history: str = "keep"
     env_workers: int = 1  # environment worker processes
     envs_per_worker: int = 256  # most live environments in one worker process
     reset_timeout_s: float = 20.0

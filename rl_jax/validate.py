@@ -153,6 +153,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.rope.scaling": tuple(ROPE_FIELDS),
     "mesh.platform": ("", "cpu"),
     "tasks.curriculum.name": ("none", "dump"),
+    "rollout.history": ("keep", "template"),
     "rollout.short_group_infra": ("replace", "survivors", "drop"),
     "rollout.short_group_stale": ("drop",),
     **{f"algorithm.{key}": choices for key, choices in options.CHOICES.items()},

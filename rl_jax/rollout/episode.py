@@ -3,7 +3,10 @@
 Owns: the order of an episode's calls, its budgets and its typed end. An Episode's sole writer is the task that runs it.
 Invariants: nothing here blocks the event loop, and every await ends by the episode's deadline; what ended an episode is
 one of env done (OK), a cut (TRUNCATED, with its cause), a Failure (FAILED) or a cancellation; the sampler's session is
-released and the environment is handed back on every path; tokens only grow and are never rendered again.
+released and the environment is handed back on every path; tokens only grow and are never rendered again. Only under
+rollout.history=template, where the chat template shows another history than was seen (one without the thoughts of
+earlier turns, say), the next turn begins a new context, with the tokens of what is kept of each turn: a new sample of
+the same trajectory, which is trained apart from what was seen before. All of them together fit one row of the learner.
 Life of an episode:
 1. The environment is opened and reset; the first context is rendered.
 2. A turn is asked for with the whole context. A retryable TurnError is retried once. A turn that comes back aborted is
@@ -23,6 +26,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +37,7 @@ from rl_jax.rollout.worker import EnvError, EnvHandle
 from rl_jax.settings import RolloutSettings
 from rl_jax.tokens import Renderer
 from rl_jax.types import (
+    Action,
     EpisodeView,
     Failure,
     FinishReason,
@@ -66,10 +71,17 @@ class EpisodeRules:
     top_k: int
     turn_deadline_s: float
     episode_timeout_s: float
+    rewrites: bool = False  # rollout.history=template
+    row_tokens: int = 0  # of all contexts of an episode together; 0 = one context
 
     @classmethod
-    def of(cls, settings: RolloutSettings, context: int, turn_deadline_s: float) -> "EpisodeRules":
+    def of(
+        cls, settings: RolloutSettings, context: int, turn_deadline_s: float, row_tokens: int = 0
+    ) -> "EpisodeRules":
+        """row_tokens: what the learner can train of one episode."""
         return cls(
+            rewrites=settings.history == "template",
+            row_tokens=row_tokens,
             context=context,
             max_new_tokens=settings.max_new_tokens,
             max_turns=settings.max_turns,
@@ -90,6 +102,7 @@ class EpisodeTools:
     close_env: Callable[[EnvHandle], Any]  # returns at once: an episode does not wait for it
     renderer: Renderer
     count: Callable[[str], None]  # adds 1 to a counter of this name
+    vocab_size: int = 0  # ids that a server may sample; 0 = the tokenizer's
     turn_phase: str = (
         "sampling turn"  # what a turn's maker does, for the lines that say what was awaited
     )
@@ -116,6 +129,10 @@ class Episode:
         self.steps: list[StepResult] = []
         self.texts: list[str] = []  # what the policy said, one a turn
         self.messages: list[Message] = list(task.messages)
+        self.conversation: list[Message] = list(task.messages)  # the policy's messages among them
+        self.new_samples: list[
+            int
+        ] = []  # turns whose context is not an extension of the last one's
         self.state_keys: list[str] = []
         self.first_tokens = np.zeros(0, np.int32)
         self.start_version = 0
@@ -130,6 +147,7 @@ class Episode:
         self._deadline_s = 0.0  # monotonic; set when it begins
         self._context = np.empty(256, np.int32)
         self._size = 0
+        self._closed = 0  # tokens of the contexts before this one
 
     @property
     def session(self) -> str:
@@ -142,7 +160,8 @@ class Episode:
     @property
     def room(self) -> int:
         """Tokens the context can still take."""
-        return self.rules.context - self._size
+        whole = max(self.rules.row_tokens, self.rules.context)
+        return min(self.rules.context, whole - self._closed) - self._size
 
     def begin(self) -> None:
         """The episode timeout counts from now on."""
@@ -151,6 +170,11 @@ class Episode:
     def enter(self, phase: str) -> None:
         """Note what is waited for from now on (for the status line)."""
         self.phase, self.since_s = phase, time.monotonic()
+
+    def left(self, kept: int) -> int:
+        """Tokens that a turn may still sample after `kept`."""
+        left = self.rules.max_new_tokens - kept
+        return min(left, self.room) if self.rules.rewrites else left  # a server knows one context
 
     def extend(self, tokens: np.ndarray) -> None:
         """Append to the context."""
@@ -161,6 +185,17 @@ class Episode:
             self._context = grown
         self._context[self._size : end] = tokens
         self._size = end
+
+    def hear(self, messages: Sequence[Message]) -> None:
+        """Note what the environment said."""
+        self.messages += messages
+        self.conversation += messages
+
+    def begin_sample(self) -> None:
+        """The next turn's context is another than what was seen; what was sampled so far is trained apart."""
+        self.new_samples.append(len(self.turns))
+        self._closed += self._size
+        self._context, self._size = np.empty(256, np.int32), 0
 
     def context(self) -> np.ndarray:
         """i32[n], read-only; what is already in it never changes, so no copy is needed."""
@@ -193,6 +228,7 @@ class Episode:
             truncated_by=self.truncated_by,
             failure=self.failure,
             start_version=self.start_version,
+            new_samples=tuple(self.new_samples),
         )
 
     def view(self) -> EpisodeView:
@@ -268,9 +304,9 @@ async def _play(
         raise EpisodeFailed(
             Failure("env", "done_at_reset", "infra", "reset() says done: nothing can be sampled")
         )
-    episode.messages += seen.messages
+    episode.hear(seen.messages)
     offered = episode.task.tools
-    added = _render(episode, tools.renderer.first, episode.messages, tools=offered)
+    added = _render(episode, partial(tools.renderer.first, episode.messages, offered))
     episode.first_tokens = added
     if len(added) >= episode.rules.context:
         detail = f"the prompt has {len(added)} tokens, engine.context={episode.rules.context}"
@@ -289,13 +325,14 @@ async def _play(
         episode.enter("stepping its environment")
         action = tools.renderer.parse(turn.tokens, offered)
         episode.texts.append(tools.renderer.text(turn.tokens))
+        episode.conversation.append(Message("assistant", episode.texts[-1]))
         if action.parse_error is None:
             seen = await handle.step(action)
         else:
             tools.count("episodes/malformed_calls")
             seen = StepResult((Message("tool", action.parse_error),), reward=0.0)
         episode.steps.append(seen)
-        episode.messages += seen.messages
+        episode.hear(seen.messages)
         if seen.to_agent != "policy":
             detail = f"to_agent={seen.to_agent!r}: only the agent 'policy' is supported"
             raise EpisodeFailed(Failure("env", "unsupported_agent", "infra", detail))
@@ -307,12 +344,29 @@ async def _play(
             return episode.end(Outcome.TRUNCATED, "context")
         if len(episode.turns) >= episode.max_turns:
             return episode.end(Outcome.TRUNCATED, "turn_limit")
-        is_closed = tools.renderer.is_closed(turn.tokens)
-        added = _render(
-            episode, tools.renderer.next, seen.messages, closed=is_closed, calls=action.tool_calls
-        )
+        added = _next_context(episode, tools, action, seen.messages)
         if len(added) >= episode.room:
             return episode.end(Outcome.TRUNCATED, "context")
+
+
+def _next_context(
+    episode: Episode, tools: EpisodeTools, action: Action, messages: Sequence[Message]
+) -> np.ndarray:
+    """What is added before the next turn: a suffix, or the whole context of a new sample where history is rewritten."""
+    renderer, last = tools.renderer, episode.turns[-1].tokens
+    closed = renderer.is_closed(last)
+    render = partial(renderer.next, messages, closed=closed, calls=action.tool_calls)
+    added = _render(episode, render)
+    if not episode.rules.rewrites:
+        return added
+    turns, seen = [t.tokens for t in episode.turns], np.concatenate([episode.context(), added])
+    rewrite = partial(renderer.rewritten, episode.conversation, turns, seen, episode.task.tools)
+    whole = _render(episode, rewrite)
+    if whole is None:
+        return added
+    episode.begin_sample()
+    tools.count("episodes/rewritten_history")
+    return whole
 
 
 async def _turn(episode: Episode, tools: EpisodeTools, added: np.ndarray) -> Turn:
@@ -323,7 +377,7 @@ async def _turn(episode: Episode, tools: EpisodeTools, added: np.ndarray) -> Tur
     parts: list[Turn] = []
     budget = episode.rules.max_new_tokens
     kept, retried = 0, False
-    vocab_size = tools.renderer.tokenizer.vocab_size
+    vocab_size = tools.vocab_size or tools.renderer.tokenizer.vocab_size
     while True:
         request = _request(episode, tools, kept)
         try:
@@ -386,7 +440,7 @@ def _request(episode: Episode, tools: EpisodeTools, kept: int) -> TurnRequest:
         temperature=rules.temperature,
         top_p=rules.top_p,
         top_k=rules.top_k,
-        max_new_tokens=rules.max_new_tokens - kept,
+        max_new_tokens=episode.left(kept),
         stop_token_ids=tools.renderer.stop_token_ids,
         stop=(),
         seed=sample_seed(episode.run_seed, ref.epoch, ref.index, ref.sample, turn),
@@ -397,10 +451,10 @@ def _request(episode: Episode, tools: EpisodeTools, kept: int) -> TurnRequest:
     )
 
 
-def _render(episode: Episode, render, messages: Sequence[Message], **kwargs) -> np.ndarray:
-    """Tokens of what the environment said. A message that cannot be rendered is the environment's failure."""
+def _render(episode: Episode, render: Callable[[], Any]) -> Any:
+    """A message that cannot be rendered is the environment's failure."""
     try:
-        return np.asarray(render(messages, **kwargs), np.int32)
+        return render()
     except ValueError as error:
         raise EpisodeFailed(Failure("env", "bad_observation", "infra", str(error))) from error
 

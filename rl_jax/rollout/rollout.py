@@ -67,7 +67,9 @@ class Rollout:
     _: KW_ONLY
     run_id: str
     seed: int
-    context: int  # engine.context: tokens of a whole trajectory
+    context: int  # engine.context: tokens of one context
+    row_tokens: int = 0  # of the learner: tokens of a whole trajectory; 0 = one context
+    vocab_size: int = 0  # of the model: ids that a server may sample; 0 = the tokenizer's
     turn_deadline_s: float = 60.0
     stop_deadline_s: float = 10.0
     rewards: RewardSettings = RewardSettings()
@@ -82,12 +84,19 @@ class Rollout:
         self._evaluation_name = ""
         self._is_closed = False
         self._ticker: asyncio.Task | None = None
-        self.rules = EpisodeRules.of(self.settings, self.context, self.turn_deadline_s)
+        self.rules = EpisodeRules.of(
+            self.settings, self.context, self.turn_deadline_s, self.row_tokens
+        )
         workers = self.settings.env_workers * self.settings.envs_per_worker
         sampler, tags = self.sampler, self.buffer.tags
         self._slots = Slots(sampler.capacity, self._places, tags, workers)
         tools = EpisodeTools(
-            self.sampler, self.pool.open, self._close_env, self.renderer, self._count
+            self.sampler,
+            self.pool.open,
+            self._close_env,
+            self.renderer,
+            self._count,
+            self.vocab_size,
         )
         self._player = Player(
             tools,

@@ -13,10 +13,12 @@ from rl_jax.ledger import EpisodeRef
 from rl_jax.rewards.check import from_steps
 from rl_jax.rollout.assembly import assemble, check_turn
 from rl_jax.rollout.episode import Episode, EpisodeRules, EpisodeTools, run_episode, sample_seed
+from rl_jax.rollout.traces import decode_trajectory, encode_trajectory, trajectory_sha256
 from rl_jax.rollout.worker import EnvError
 from rl_jax.testing.envs import EchoEnv
 from rl_jax.testing.fake_pool import FakePool
 from rl_jax.testing.fake_sampler import FakeSampler
+from rl_jax.tokens import ChatRenderer
 from rl_jax.types import FinishReason, Message, Outcome, StepResult, TurnError, VersionSpan
 from tests.rollout.doubles import RENDERER, SETTINGS, TOKENIZER, echo_script, echo_tasks, say
 
@@ -26,7 +28,9 @@ RULES = EpisodeRules.of(SETTINGS, context=256, turn_deadline_s=5.0)
 class Stage:
     """One episode on fakes; `play` runs it to its end."""
 
-    def __init__(self, task=None, sampler=None, pool=None, sample=0, attempt=0, **rules):
+    def __init__(
+        self, task=None, sampler=None, pool=None, sample=0, attempt=0, renderer=RENDERER, **rules
+    ):
         self.sampler = sampler or FakeSampler(script=echo_script)
         self.pool = pool or FakePool({"echo": EchoEnv})
         self.counts = Counter()
@@ -35,7 +39,7 @@ class Stage:
         ref = EpisodeRef(f"r/0/0/{sample}", attempt, "r/0/0", 0, 0, sample, task.tag)
         self.episode = Episode(ref, task, 7, replace(RULES, **rules))
         self.tools = EpisodeTools(
-            self.sampler, self.pool.open, self.close_env, RENDERER, self.count
+            self.sampler, self.pool.open, self.close_env, renderer, self.count
         )
 
     def close_env(self, handle):
@@ -398,3 +402,71 @@ def test_cancelled_episode_leaves_nothing_behind():
     assert stage.episode.outcome is Outcome.CANCELLED
     assert sampler.live == () and stage.pool.num_live == 0
     assert sampler.aborted == [("r/0/0/0", "cancelled")]
+
+
+class Forgetful(ChatRenderer):
+    """A chat template that drops earlier thoughts: what the policy said in brackets before its last turn."""
+
+    def rewritten(self, messages, turns, seen, tools=()):
+        last = max(i for i, message in enumerate(messages) if message.role == "assistant")
+        kept = [
+            replace(m, content=m.content.rpartition("]")[2]) if m.role == "assistant" else m
+            for m in messages[: last + 1]
+        ]
+        whole = np.concatenate(
+            [self.first(kept)[:-1], self.next(messages[last + 1 :], closed=True)]
+        )
+        return None if np.array_equal(whole, seen) else whole
+
+
+def thoughtful(request):
+    """Thinks aloud in turns 0 and 2."""
+    return say(("[hm]" if request.turn in (0, 2) else "") + "ant0")
+
+
+@pytest.mark.parametrize("rewrites", [False, True])
+def test_a_rewritten_history_begins_a_sample_that_is_trained_apart(rewrites):
+    task = echo_tasks(num=1, turns=4)[0]
+    sampler = FakeSampler(script=thoughtful)
+    stage = Stage(
+        task,
+        sampler,
+        renderer=Forgetful(TOKENIZER),
+        rewrites=rewrites,
+        row_tokens=1024,
+        context=512,
+    )
+    trajectory, requests = stage.trajectory(), stage.sampler.requests
+    starts = (*trajectory.sample_starts, len(trajectory.tokens))
+    # What was thought in turns 0 and 2 is gone before turns 1 and 3.
+    assert [
+        r.turn for r in requests[1:] if "<|assistant|>[hm]" not in TOKENIZER.decode(r.tokens)
+    ] == ([1, 2, 3] if rewrites else [])
+    assert stage.counts["episodes/rewritten_history"] == 2 * rewrites == len(starts) - 2
+    contexts = [trajectory.tokens[a:b] for a, b in zip(starts, starts[1:])]
+    per_sample = [1, 2, 1] if rewrites else [4]
+    at = 0
+    for context, num in zip(contexts, per_sample, strict=True):
+        for request in requests[at : at + num]:  # each was asked with what its sample holds
+            assert np.array_equal(request.tokens, context[: len(request.tokens)])
+        at += num
+    sampled = np.concatenate([turn.tokens for turn in trajectory.turns])
+    assert np.array_equal(trajectory.tokens[trajectory.loss_mask], sampled)
+    assert trajectory.num_trained == stage.episode.num_tokens
+    assert not trajectory.loss_mask[list(trajectory.sample_starts)].any()
+    assert trajectory.outcome is Outcome.OK and trajectory.reward.value == 4.0
+    line = encode_trajectory(trajectory, TOKENIZER.decode)
+    assert trajectory_sha256(decode_trajectory(line)) == trajectory_sha256(trajectory)
+
+
+def test_all_contexts_of_an_episode_fit_one_row():
+    """L19: the cut is flagged, and no request asks for more than the row can hold."""
+    task = echo_tasks(num=1, turns=9)[0]
+    stage = Stage(
+        task, FakeSampler(script=lambda r: say("[" + "x" * 30 + "]ant0")),
+        renderer=Forgetful(TOKENIZER), rewrites=True, row_tokens=160, context=128, max_new_tokens=64,
+    )  # fmt: skip
+    trajectory = stage.trajectory()
+    assert len(trajectory.sample_starts) > 1 and 128 < len(trajectory.tokens) <= 160
+    assert (trajectory.outcome, trajectory.truncated_by) == (Outcome.TRUNCATED, "context")
+    assert all(len(r.tokens) + r.max_new_tokens <= 128 for r in stage.sampler.requests)
