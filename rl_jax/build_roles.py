@@ -31,7 +31,8 @@ from rl_jax.learner.rows import Rows
 from rl_jax.learner.scorer import FrozenPolicy, Scorer
 from rl_jax.lowering import Program, tracing
 from rl_jax.mesh import Meshes, MeshPlan
-from rl_jax.models import MODELS
+from rl_jax.models import MODELS, hf
+from rl_jax.models.hf_files import weights_digest
 from rl_jax.models.value import value_model
 from rl_jax.resume import step_of
 from rl_jax.role_source import GIVEN, NEEDED_ROLE, REWARD_MODEL, RoleSource, find_source
@@ -176,12 +177,15 @@ def _frozen(job: Setting, policy: Learner, where: str, source: RoleSource) -> Fr
         name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows.param_shardings[name])
         for name, a in rows.model.abstract.items()
     }
-    step = step_of(source.checkpoint)
-    reader = Checkpointer(source.checkpoint.parent.parent, settings.checkpoint)
-    tree, _ = reader.restore(step, {"params": weights}, subset=True)
+    if source.is_pretrained:
+        params = hf.load(source.checkpoint, rows.model, rows.param_shardings)
+    else:
+        reader = Checkpointer(source.checkpoint.parent.parent, settings.checkpoint)
+        tree, _ = reader.restore(step_of(source.checkpoint), {"params": weights}, subset=True)
+        params = tree["params"]
     on = f"pool {pool}" if pool else "the train mesh"
     job.note(f"{where}: weights of {source.checkpoint}, on {on}")
-    return FrozenPolicy(scorer, tree["params"])
+    return FrozenPolicy(scorer, params)
 
 
 def _keep_reference(job: Setting, policy: Learner, source: Path | None) -> None:
@@ -215,8 +219,11 @@ def _pinned(job: Setting, where: str, is_resumed: bool) -> RoleSource:
     try:
         source = find_source(where, pin["checkpoint"] if pin else path, settings.model)
         checkpoint = source.checkpoint.absolute()
-        reader = Checkpointer(checkpoint.parent.parent, settings.checkpoint)
-        digest = reader.manifest(step_of(checkpoint))["sha256"]
+        if source.is_pretrained:
+            digest = weights_digest(checkpoint)
+        else:
+            reader = Checkpointer(checkpoint.parent.parent, settings.checkpoint)
+            digest = reader.manifest(step_of(checkpoint))["sha256"]
     except (ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"{where} of this run cannot be read: {error}") from error
     if pin and digest != pin["sha256"]:

@@ -5,8 +5,9 @@ stored. Beside it: schema.py (types), overrides.py (`--config.a.b=value`), valid
 Life of a config: 1 `default_config()` takes every default from the dataclasses of settings.py. 2 The config file's
 `get_config(arg)` changes some; FieldReferences let one value follow another. 3 `--mesh` replaces its mesh. 4 Overrides
 are set in the order given, wherever they stand on the command line, so that references follow them. 5 The tree is
-resolved and built into the frozen `Settings`. 6 A tokenizer of "" becomes the one that it stands for, and validate.py
-looks at all values together. 7 A 0 that stands for a value of another section is replaced by it.
+resolved and built into the frozen `Settings`. 6 A model's source gives its architecture, a tokenizer of "" becomes the
+one that it stands for, and validate.py looks at all values together. 7 A 0 that stands for a value of another section
+is replaced by it.
 Errors of all steps are collected and raised once, as ConfigError with one line each.
 Must not: import jax, touch the disk beyond reading config files, or let a word of the command line go unused.
 """
@@ -26,9 +27,11 @@ from ml_collections import ConfigDict
 from rl_jax import schema
 from rl_jax.algorithms.options import learns_from_rows, resolved
 from rl_jax.console import say
+from rl_jax.model_source import with_source
 from rl_jax.overrides import Override, parse_overrides, resolve
 from rl_jax.resume import CONFIG, RunDirError, stored_config
 from rl_jax.settings import Settings
+from rl_jax.tokens import TOKENIZERS
 from rl_jax.validate import MODES, check, foreign_packages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,7 +103,7 @@ def parse(argv: Sequence[str]) -> Parsed:
     if config is None:
         raise ConfigError(errors)
     tree = resolve(config, parse_overrides(overrides, errors), errors)
-    settings = _with_tokenizer(schema.build(Settings, tree, "", errors))
+    settings = _with_source(schema.build(Settings, tree, "", errors), errors)
     told = {error.split("=")[0] for error in errors}
     found = [e for e in check(settings, options.mode) if e.split("=")[0] not in told]
     if is_stored:  # nobody typed these values
@@ -130,12 +133,17 @@ def _filled(settings: Settings) -> Settings:
     return replace(settings, algorithm=algorithm)
 
 
-def _with_tokenizer(settings: Settings) -> Settings:
-    """Before the checks, which compare tokenizers: "" becomes the source's, or byte where there is none."""
+def _with_source(settings: Settings, errors: list[str]) -> Settings:
+    """Before the checks, which look at the architecture and compare tokenizers: the source's, or byte without one."""
     model = settings.model
-    return replace(
-        settings, model=replace(model, tokenizer=model.tokenizer or model.source or "byte")
-    )
+    try:
+        model = with_source(model)
+    except ValueError as error:
+        errors += str(error).splitlines()
+    tokenizer = model.tokenizer or model.source or "byte"
+    if tokenizer not in TOKENIZERS and Path(tokenizer).is_dir():
+        tokenizer = str(Path(tokenizer).absolute())
+    return replace(settings, model=replace(model, tokenizer=tokenizer))
 
 
 def default_config() -> ConfigDict:

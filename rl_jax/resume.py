@@ -33,6 +33,8 @@ MAY_CHANGE = (
     "metrics.*",
     "checkpoint.*",
     "cluster.*",
+    "model.source",  # a directory that was moved: the architecture is stored, and check_template compares tokenizers
+    "model.tokenizer",
     "guards.*",
     "eval.every",
     "eval.timeout_s",

@@ -1,8 +1,8 @@
 """Which checkpoint a frozen role scores with, of which model, and what is wrong with the roles of a config.
 
 A role (reference, teacher, reward model) is named by a path; its model is that of the run which wrote the checkpoint
-(config.json beside it), so a teacher may be larger than its student. Roles score the policy's tokens: the tokenizer
-must be the same.
+(config.json beside it), or of a Hugging Face directory, so a teacher may be larger than its student. Roles score the
+policy's tokens: the tokenizer must be the same.
 Must not: import jax, or open a checkpoint (build_roles.py).
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from rl_jax import schema
 from rl_jax.algorithms import ALGORITHMS, options
 from rl_jax.mesh import MeshPlan
+from rl_jax.model_source import same_tokenizer, with_source
 from rl_jax.resume import CONFIG, checkpoint_of
 from rl_jax.settings import CriticSettings, FrozenSettings, ModelSettings, Settings
 
@@ -34,8 +35,13 @@ GIVEN = {"teacher": "teacher", REWARD_MODEL: "reward model"}  # roles that alway
 
 @dataclass(frozen=True)
 class RoleSource:
-    checkpoint: Path  # .../checkpoints/step_N
+    checkpoint: Path  # .../checkpoints/step_N, or a Hugging Face directory
     model: ModelSettings  # it was trained with
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it is a Hugging Face directory."""
+        return _is_pretrained(self.checkpoint)
 
 
 def find_source(where: str, path: str, policy: ModelSettings) -> RoleSource:
@@ -44,10 +50,13 @@ def find_source(where: str, path: str, policy: ModelSettings) -> RoleSource:
     Raises: ValueError, one line, if there is none, or it is of another tokenizer, or of another kind than the role.
     """
     key = f"{where}.checkpoint={path}"
+    if _is_pretrained(Path(path)):
+        return _pretrained(key, where, Path(path), policy)
     checkpoint = checkpoint_of(Path(path))
     if checkpoint is None:
         raise ValueError(
-            f"{key} has no checkpoint; give a run directory that saved one, or its checkpoints/step_N"
+            f"{key} has no checkpoint; give a run directory that saved one, its checkpoints/step_N, or a Hugging Face"
+            " directory"
         )
     model, config = policy, checkpoint.absolute().parent.parent / CONFIG
     trained_by = ""
@@ -70,12 +79,37 @@ def find_source(where: str, path: str, policy: ModelSettings) -> RoleSource:
             else f"{key} was trained by {trained_by}, not by rm, and has no score to give; train a reward model with"
             " algorithm.name=rm on pairs"
         )
-    if model.tokenizer != policy.tokenizer:
+    _check_tokenizer(key, model, policy)
+    return RoleSource(checkpoint, model)
+
+
+def _is_pretrained(path: Path) -> bool:
+    return (path / CONFIG).is_file() and bool(list(path.glob("*.safetensors")))
+
+
+def _pretrained(key: str, where: str, path: Path, policy: ModelSettings) -> RoleSource:
+    """Of a Hugging Face directory, in the dtypes of the policy."""
+    if where == REWARD_MODEL:
+        raise ValueError(
+            f"{key} is a language model, which has no score to give; train a reward model with algorithm.name=rm"
+        )
+    base = ModelSettings(
+        source=str(path), tokenizer=str(path), dtype=policy.dtype, param_dtype=policy.param_dtype
+    )
+    try:
+        model = with_source(base)
+    except ValueError as error:
+        raise ValueError(f"{key}: {str(error).removeprefix(f'model.source={path}: ')}") from None
+    _check_tokenizer(key, model, policy)
+    return RoleSource(path.absolute(), model)
+
+
+def _check_tokenizer(key: str, model: ModelSettings, policy: ModelSettings) -> None:
+    if not same_tokenizer(model.tokenizer, policy.tokenizer):
         raise ValueError(
             f"{key} has model.tokenizer={model.tokenizer}, the policy {policy.tokenizer}: it could not read the"
             " policy's tokens; give a checkpoint of the same tokenizer"
         )
-    return RoleSource(checkpoint, model)
 
 
 def vocabulary_error(where: str, model: ModelSettings, policy: ModelSettings, size: int) -> str:

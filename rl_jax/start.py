@@ -1,4 +1,5 @@
-"""Where the weights of a run come from: fresh, its own checkpoint, another run's, or the start of a replay.
+"""Where the weights of a run come from: fresh, a model's source, its own checkpoint, another run's, or the start of a
+replay.
 
 Owns: what of a checkpoint is taken. A run goes on from its own with everything in it; so does, in a new directory, a
 fork of one run on episodes from another. Where either trains on rows (RL from sft, rm from sft, sft from sft), or the
@@ -20,8 +21,9 @@ from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.driver import DriverState
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.roles import Roles
+from rl_jax.models import hf
 from rl_jax.models.model import Model
-from rl_jax.models.value import HEAD
+from rl_jax.models.value import HEAD, ValueModel
 from rl_jax.resume import CONFIG, Decision, checkpoint_steps, step_of, stored_config
 from rl_jax.rollout.traces import read_groups
 from rl_jax.settings import AlgorithmSettings, Settings
@@ -69,7 +71,7 @@ def starting_point(
     if source is None and mode == "train_only":
         source = _replay_start(job.settings)
     if source is None:
-        roles.policy.init(jax.random.key(job.settings.seed))
+        _begin(job, roles)
         return DriverState(), {}, None
     is_own = job.owns(source)
     if is_own and not decision.is_exact:
@@ -106,6 +108,24 @@ def starting_point(
     for change in decision.changes:
         job.note(f"changed since: {change}")
     return driver_state, extra, source
+
+
+def _begin(job: Setting, roles: Roles) -> None:
+    """Fresh weights, or those of model.source. Raises: WeightsError."""
+    policy: Any = roles.policy
+    directory = job.settings.model.source
+    if not directory:
+        policy.init(jax.random.key(job.settings.seed))
+        return
+    job.note(f"weights of {directory}")
+    model = policy.rows.model
+    is_reward = isinstance(model, ValueModel)
+    trunk = model.trunk if is_reward else model
+    weights = hf.load(directory, trunk, policy.rows.param_shardings)
+    if is_reward:
+        policy.start(weights)
+    else:
+        policy.reset(weights)
 
 
 def _take_weights(roles: Roles, reader: Checkpointer, step: int, theirs: str) -> None:
@@ -159,7 +179,7 @@ def _replay_start(settings: Settings) -> Path | None:
     run = Path(settings.rollout.replay_dir)
     path = run / "checkpoints" / f"step_{first - 1}"
     if not path.is_dir():
-        if first == 1 and _began_fresh(run, settings.seed):
+        if first == 1 and _began_alike(run, settings):
             return None
         raise CheckpointError(
             f"rollout.replay_dir={run}: its first saved batch, of step {first}, was sampled by version {first - 1}, and"
@@ -169,7 +189,11 @@ def _replay_start(settings: Settings) -> Path | None:
     return path
 
 
-def _began_fresh(run: Path, seed: int) -> bool:
-    """Whether version 0 of a run was what the seed makes: no warm start."""
+def _began_alike(run: Path, settings: Settings) -> bool:
+    """Whether version 0 of a run was what these settings begin with: no warm start."""
     theirs = stored_config(run) if (run / CONFIG).is_file() else {}
-    return theirs.get("seed") == seed and theirs.get("warm_start", {}).get("steps") == 0
+    if theirs.get("warm_start", {}).get("steps") != 0:
+        return False
+    source = theirs.get("model", {}).get("source", "")
+    is_same = source == settings.model.source
+    return is_same if source else is_same and theirs.get("seed") == settings.seed

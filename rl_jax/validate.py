@@ -18,6 +18,7 @@ from rl_jax import schema
 from rl_jax.algorithms import ALGORITHMS, options
 from rl_jax.data.check import data_errors
 from rl_jax.mesh import MeshPlan
+from rl_jax.model_source import TOKENIZER_FILE
 from rl_jax.models import MODELS
 from rl_jax.models.features import ACTIVATIONS, ROPE_FIELDS, context_errors, feature_errors
 from rl_jax.progress import PROGRESS_FORMS
@@ -177,8 +178,6 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "rollout.scheduler": SCHEDULERS,
     "algorithm.name": ALGORITHMS,
 }
-
-TOKENIZER_FILE = "tokenizer.json"
 
 _PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TAG = re.compile(r"[a-z][a-z0-9_]*")

@@ -25,6 +25,7 @@ CONFIGS = {  # file and argument -> devices
     "split_8:train2": 6,
     "split_8:4": 8,
     "gpu_2": 2,
+    "split_2": 2,
     "h100_8": 8,
     "tpu_v5e_16": 16,
 }

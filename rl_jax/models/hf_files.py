@@ -269,6 +269,14 @@ def check_digests(directory: Path, names: Iterable[str]) -> bool:
     return True
 
 
+def weights_digest(directory: Path) -> str:
+    """sha256 of config.json and the weights, each by its own; of the same bytes the same, wherever they lie."""
+    whole = hashlib.sha256()
+    for name in ["config.json", *weight_files(directory)]:
+        whole.update(f"{_sha256(directory / name)}  {name}\n".encode())
+    return whole.hexdigest()
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

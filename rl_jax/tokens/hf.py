@@ -74,13 +74,17 @@ class HfTokenizer:
         return ids if self._forbidden.isdisjoint(ids) else self._encode_apart(text)
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """See Tokenizer. Raises ValueError for a token outside the vocabulary."""
+        """See Tokenizer. An id above the vocabulary, which a padded model may sample, is U+FFFD; a negative one raises
+        ValueError."""
         ids = np.asarray(tokens, np.int64)
-        if len(outside := ids[(ids < 0) | (ids >= self.vocab_size)]):
-            raise ValueError(
-                f"token {outside[0]} is outside the vocabulary 0..{self.vocab_size - 1} of {self.directory}"
-            )
-        return self._library.decode(ids.tolist(), skip_special_tokens=False)
+        if len(ids) and ids.min() < 0:
+            raise ValueError(f"token {ids.min()} is outside the vocabulary of {self.directory}")
+        text = lambda part: self._library.decode(part.tolist(), skip_special_tokens=False)
+        above = np.flatnonzero(ids >= self.vocab_size)
+        if not len(above):
+            return text(ids)
+        parts = np.split(ids, above)  # all but the first begin with such an id
+        return "\ufffd".join([text(parts[0]), *(text(part[1:]) for part in parts[1:])])
 
     def encode_said(self, text: str, markers: Sequence[str] = (), start: int = 0) -> list[int]:
         """Tokens of what a policy says: control tokens that are not special are meant where their names stand, and so,
