@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct learns sums by GRPO on a CPU: a real model, its own chat template, one turn an episode.
 
-    python -m rl_jax.tools.fetch_smollm2 .cache/smollm2
-    python -m rl_jax.launch --config=smollm2_reasoning
+python -m rl_jax.tools.fetch_smollm2 .cache/smollm2
+python -m rl_jax.launch --config=smollm2_reasoning
 """
 
 from pathlib import Path
@@ -28,26 +28,30 @@ def get_config(arg: str = "") -> ConfigDict:
                     "dataset": "chain_sum",
                     "dataset_config": {
                         "min_terms": 2,
-                        "max_terms": 3,
+                        "max_terms": 2,
                         "min_digits": 1,
-                        "max_digits": 2,
+                        "max_digits": 1,
                     },
                     "size": 2000,
                     "eval_size": 32,
-                    "prompt": "{question}\nAnswer with the number alone.",
-                    "answer_pattern": r"(-?\d+)",
+                    "bare": True,
+                    "question_pattern": r"problem: (.*?) =",
+                    "prompt": "What is {question}?",
+                    "answer_pattern": r"(-?\d+)",  # the last number
                 },
             }
         )
     ]
     config.warm_start.steps = 0
     config.engine.update(slots=16, context=128, steps_per_block=4, chunk_sizes=(128, 512))
-    config.rollout.update(batch_groups=4, group_size=4, max_staleness=1, max_new_tokens=32)
+    config.rollout.update(
+        batch_groups=4, group_size=4, max_staleness=1, max_new_tokens=32, temperature=0.5
+    )
     config.learner.update(
         learning_rate=2e-6, row_tokens=256, microbatch_rows=2, remat="layer", logprob_chunk=128
     )
     config.weights.kv = "keep"
-    config.eval.update(every=0, episodes=32)
+    config.eval.update(every=0, episodes=32, temperature=0.5)
     config.checkpoint.every = 0
     config.steps = 20
     return config
