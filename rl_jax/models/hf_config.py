@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rl_jax.models.features import window_of
+from rl_jax.models.features import form_of
 from rl_jax.models.hf_keys import (
     CONFIG,
     FULL,
@@ -250,7 +250,7 @@ def exported(
 
 def layer_types(settings: ModelSettings) -> list[str]:
     """What each layer sees, in transformers' words."""
-    return [SLIDING if window_of(settings, n) else FULL for n in range(settings.num_layers)]
+    return [SLIDING if form_of(settings, n).window else FULL for n in range(settings.num_layers)]
 
 
 def canonical(settings: ModelSettings) -> ModelSettings:

@@ -21,8 +21,8 @@ from safetensors.numpy import load_file
 from rl_jax.checkpoint import CheckpointError
 from rl_jax.console import say
 from rl_jax.disk import existing
+from rl_jax.learner.attention import plain_attention
 from rl_jax.models import hf
-from rl_jax.models.attention import attention, causal_segment_mask
 from rl_jax.models.hf_config import CONFIG
 from rl_jax.models.hf_files import (
     SUMS,
@@ -167,8 +167,7 @@ def _logits(model: Model, params: Mapping[str, jax.Array]) -> np.ndarray:
     """f32[NUM_TOKENS, V] of ids from all over the vocabulary."""
     tokens = jnp.linspace(0, model.vocab_size - 1, NUM_TOKENS, dtype=jnp.int32)[None]
     positions, segments = jnp.arange(NUM_TOKENS)[None], jnp.ones((1, NUM_TOKENS), jnp.int32)
-    mask = causal_segment_mask(positions, positions, segments, segments)
-    attend = lambda layer, q, k, v: attention(q, k, v, mask)
+    attend = plain_attention(model.settings, positions, segments)
     forward = jax.jit(
         lambda params: model.logits(params, model.hidden(params, tokens, positions, attend))
     )

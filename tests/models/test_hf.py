@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
+from rl_jax.learner.attention import plain_attention
 from rl_jax.mesh import TRAIN_RULES, make_mesh, merge_rules, shardings
 from rl_jax.models import hf, hf_config
-from rl_jax.models.attention import attention, causal_segment_mask
 from rl_jax.models.decoder import build_model
 from rl_jax.models.hf_files import INDEX, SINGLE, SUMS, WeightsError, check_digests
 from rl_jax.settings import ModelSettings
@@ -21,12 +21,18 @@ from rl_jax.testing.tiny_model import tiny_model
 from tests.models.numpy_reader import NumpyModel
 
 VOCAB = 300  # rows: more than the tokenizer has
+GEMMA = {
+    "norm_offset": True, "post_norms": True, "scale_embed": True, "activation": "gelu_tanh", "window": 4,
+    "full_every": 2, "max_context": 64,
+}  # fmt: skip
 FAMILIES = {
     "llama": {"tie_embeddings": False},
     "tied": {},
     "qwen2": {"qkv_bias": True, "tie_embeddings": False, "num_kv_heads": 1},
     "qwen3": {"qk_norm": True, "head_dim": 16},
     "mistral": {"window": 4},
+    "gemma2": {**GEMMA, "attention_softcap": 2.0, "logit_softcap": 8.0, "attention_scale": 0.25},
+    "gemma3": {**GEMMA, "qk_norm": True, "rope_theta_local": 1e3},
 }
 
 
@@ -86,9 +92,7 @@ def tensors_of(directory):
 def test_params_come_back_byte_for_byte_in_bfloat16(name, tmp_path):
     model, params = saved(tmp_path, name, jnp.bfloat16)
     read, back = load(tmp_path, jnp.bfloat16)
-    assert read.settings == replace(
-        model.settings, vocab_size=VOCAB, tokenizer=read.settings.tokenizer, max_context=0
-    )
+    assert read.settings == replace(model.settings, vocab_size=VOCAB)
     assert back.keys() == params.keys()
     assert all(raw(back[n]) == raw(params[n]) for n in params)
 
@@ -127,11 +131,8 @@ def test_tied_model_has_no_head_and_no_entry_for_one(tied, tmp_path):
 def test_logits_are_those_of_an_independent_reader(name, tmp_path):
     model, params = saved(tmp_path, name)
     tokens = np.random.default_rng(0).integers(0, VOCAB, 12)
-    positions, segments = np.arange(12)[None], np.ones((1, 12), int)
-    mask = causal_segment_mask(positions, positions, segments, segments)
-    if model.settings.window:
-        mask = mask & (positions[:, :, None] - positions[:, None, :] < model.settings.window)
-    attend = lambda layer, q, k, v: attention(q, k, v, mask)
+    positions, segments = np.arange(12)[None], jnp.ones((1, 12), int)
+    attend = plain_attention(model.settings, positions, segments)
     forward = jax.jit(lambda p: model.logits(p, model.hidden(p, tokens[None], positions, attend)))
     np.testing.assert_allclose(forward(params)[0], NumpyModel(tmp_path).logits(tokens), atol=1e-4)
 

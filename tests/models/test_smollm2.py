@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from tokenizers import Tokenizer
 
+from rl_jax.learner.attention import plain_attention
 from rl_jax.models import hf, hf_config
-from rl_jax.models.attention import attention, causal_segment_mask
 from rl_jax.models.decoder import build_model
 from rl_jax.settings import ModelSettings
 from tests.data.make_smollm2_logits import NUM_NEW, PROMPT, TEXT
@@ -53,8 +53,7 @@ def forward(loaded):
     model, params = loaded
     length = len(FIXTURE["tokens"]) + NUM_NEW
     positions, segments = jnp.arange(length)[None], jnp.ones((1, length), jnp.int32)
-    mask = causal_segment_mask(positions, positions, segments, segments)
-    attend = lambda layer, q, k, v: attention(q, k, v, mask)
+    attend = plain_attention(model.settings, positions, segments)
     run = jax.jit(lambda p, t: model.logits(p, model.hidden(p, t, positions, attend))[0])
 
     def logits(tokens):
