@@ -36,7 +36,7 @@ BARE_PATTERNS: dict[str, str] = {
 EVAL_SEED_STEP = (
     1_000_003  # seed of eval = seed + this: beyond any size, so that shifted streams do not meet
 )
-SYSTEM = "Think about the question step by step, then give the final answer, and nothing else, between <{tag}> and </{tag}>."
+SYSTEM = "Think about the question step by step, then give the final answer alone between <{tag}> and </{tag}>."
 EVAL_TRIES = 20  # items drawn per wanted evaluation question before the dataset is called too small
 
 

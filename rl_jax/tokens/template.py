@@ -338,14 +338,12 @@ class TemplateRenderer:
             Message("assistant", "Four."),
             Message("user", "Sure?"),
         ]
-        plain, marks = self._probe(talk), Marks(self._template)
-        if marks.plain(self._said_as(marks, talk, (), ())) != plain:
-            marks = Marks(self._template, mark_ends=False)
-            if marks.plain(self._said_as(marks, talk, (), ())) != plain:
-                raise ValueError(
-                    f"{self._where} changes what is said (letters or words of it), so that content cannot be told from"
-                    " its own text; use a template that only trims it"
-                )
+        found = self._rendered(talk)
+        if found.marks.plain(found.text) != self._probe(talk):
+            raise ValueError(
+                f"{self._where} changes what is said (letters or words of it), so that content cannot be told from its"
+                " own text; use a template that only trims it"
+            )
 
 
 def _owners(messages: Sequence[Message]) -> Iterator[int]:

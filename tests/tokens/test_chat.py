@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_jax.tokens import ROLES, TOKENIZERS, ByteTokenizer, ChatRenderer, encodable
+from rl_jax.tokens.mistral import Mistral
 from rl_jax.types import Message, ToolCall
 
 TOKENIZER = ByteTokenizer()
@@ -132,5 +133,53 @@ def test_what_cannot_be_rendered_is_refused_with_a_remedy():
         RENDERER.first((Message("developer", "x"),))
     with pytest.raises(ValueError, match="needs a first message"):
         RENDERER.first(())
-    with pytest.raises(ValueError, match="write them into the content"):
-        RENDERER.next((Message("user", "x", (ToolCall("f", {}),)),), closed=True)
+
+
+CALC = {
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "description": "Work it out.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+    },
+}
+TOLD = (
+    "Tools:\ncalc(x: string): Work it out.\n"
+    'Call a tool with <tool_call>{"name": TOOL, "arguments": {ARGUMENT: VALUE}}</tool_call>; the answer comes as the'
+    " next message."
+)
+
+
+def test_tools_stand_in_the_system_message():
+    decode = TOKENIZER.decode
+    user = Message("user", "u")
+    alone = decode(RENDERER.first([user], [CALC]))
+    assert alone == f"<|bos|><|system|>{TOLD}<|end|><|user|>u<|end|><|assistant|>"
+    both = decode(RENDERER.first([Message("system", "s"), user], [CALC]))
+    assert both == f"<|bos|><|system|>s\n\n{TOLD}<|end|><|user|>u<|end|><|assistant|>"
+
+
+def test_calls_are_said_and_read():
+    call = ToolCall("calc", {"x": "<|end|>"})
+    said = RENDERER.said(Message("assistant", "so", (call,)))
+    text = 'so\n<tool_call>\n{"name": "calc", "arguments": {"x": "<|end|>"}}\n</tool_call>'
+    assert TOKENIZER.decode(said) == text + "<|end|>" and (said[:-1] >= NUM_SPECIALS).all()
+    action = RENDERER.parse(said, [CALC])
+    assert (action.text, action.tool_calls, action.parse_error) == ("so", (call,), None)
+    assert RENDERER.parse(said).text == text and RENDERER.text(said) == text
+    messages = [Message("user", "u"), Message("assistant", "so", (call,)), Message("tool", "4")]
+    assert TOKENIZER.decode(RENDERER.first(messages)) == (
+        f"<|bos|><|user|>u<|end|><|assistant|>{text}<|end|><|tool|>4<|end|><|assistant|>"
+    )
+
+
+def test_the_hash_tells_parsers_and_vocabularies_apart():
+    class Other(ByteTokenizer):
+        SPECIALS = (*ByteTokenizer.SPECIALS[:-1], "<|stop|>")
+
+    hashes = {
+        RENDERER.template_sha256,
+        ChatRenderer(TOKENIZER, Mistral()).template_sha256,
+        ChatRenderer(Other()).template_sha256,
+    }
+    assert len(hashes) == 3 and ChatRenderer(ByteTokenizer()).template_sha256 in hashes

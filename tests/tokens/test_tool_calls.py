@@ -1,4 +1,4 @@
-"""Parsers of tool calls: what is a call, what is an error that the policy can read, and that pieces make no difference."""
+"""Parsers of tool calls: what is a call, what is an error that the policy can read; pieces make no difference."""
 
 import json
 
@@ -34,6 +34,7 @@ CALC = {
 CALL = ToolCall("calc", {"expression": "1 + 2"})
 H, L, M, G = "hermes", "llama3_json", "mistral", "gemma"
 ONE = '{"name": "calc", "arguments": {"expression": "1 + 2"}}'
+THOUGHT = f"<think>\n<tool_call>{ONE}</tool_call></think> no"
 LLAMA = ONE.replace("arguments", "parameters")
 
 
@@ -50,7 +51,7 @@ LLAMA = ONE.replace("arguments", "parameters")
             [ToolCall("f", {"x": '"}</tool_call>'})]),
         (H, '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [ToolCall("f", {"x": 1})]),
         (H, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [ToolCall("f", {})]),
-        (H, f"<think>\n<tool_call>{ONE}</tool_call></think> no", f"<think>\n<tool_call>{ONE}</tool_call></think> no", []),
+        (H, THOUGHT, THOUGHT, []),
         (H, f"<think>x</think><tool_call>{ONE}</tool_call>", "<think>x</think>", [CALL]),
         (H, "</tool_call> alone", "</tool_call> alone", []),
         (H, "ends with <tool_ca", "ends with <tool_ca", []),
@@ -170,8 +171,8 @@ def test_pieces_give_what_the_whole_gives_and_show_no_part_of_a_call(name, said,
 
 
 VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.floats(allow_nan=False, allow_infinity=False),
-              st.text(max_size=6), PIECES),
+    st.one_of(st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.text(max_size=6), PIECES,
+              st.floats(allow_nan=False, allow_infinity=False)),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
     max_leaves=6,
 )  # fmt: skip
