@@ -264,7 +264,9 @@ class _Trip:
 
     async def _episode(self, source: TaskSource) -> RoundTrip:
         s, tasks = self.settings, self.pool.list_tasks(source.tag, "train")
-        rules = EpisodeRules.of(s.rollout, s.engine.context, s.serve.turn_deadline_s)
+        rules = EpisodeRules.of(
+            s.rollout, s.engine.context, s.serve.turn_deadline_s, s.learner.row_tokens
+        )
         plan = ScriptPlan(1, 1.0, s.seed)
         (episode,) = await scripted_episodes(self.pool, tasks[:1], self.renderer, rules, plan)
         self._compare(_said(episode), episode.context())

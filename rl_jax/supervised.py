@@ -68,7 +68,10 @@ def with_steps(settings: Settings, corpus: Corpus | None) -> Settings:
 def play_rows(settings: Settings, pool: EnvPool, renderer: Renderer) -> Corpus:
     """The corpus of the task sources' scripts; ends the pool. Raises ScriptError, EnvError, DataError."""
     rules = EpisodeRules.of(
-        settings.rollout, settings.engine.context, settings.serve.turn_deadline_s
+        settings.rollout,
+        settings.engine.context,
+        settings.serve.turn_deadline_s,
+        settings.learner.row_tokens,
     )
 
     async def play() -> list[Group]:

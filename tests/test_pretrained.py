@@ -24,7 +24,7 @@ def make_directory(directory, family="qwen3", **changes):
     """A tiny random model with the tokenizer and template of a family."""
     families.write(directory, family)
     size = load_tokenizer(str(directory), launch.resolve).vocab_size + PADDING
-    features = {"num_layers": 1, "embed_size": 32, "head_dim": 8, "mlp_size": 48, "qk_norm": True, "max_context": 512}
+    features = {"num_layers": 1, "embed_size": 32, "head_dim": 8, "mlp_size": 48, "qk_norm": True, "max_context": 1024}
     model, params = tiny_model(3, size, **{**features, **changes})
     hf.save(directory, params, model.settings, vocab_size=size, copy_from=None)
     return directory
@@ -64,7 +64,7 @@ def test_a_directory_decides_the_architecture_and_the_tokenizer(directory, monke
         ({"model.num_layers": 7, "model.mlp_size": 9}, "model.num_layers=7 but model.source=DIR has 1; leave it out"),
         ({"model.mlp_size": 9}, "model.mlp_size=9 but model.source=DIR has 48; leave it out"),
         ({"model.source": "/nowhere"}, "model.source=/nowhere: /nowhere is no directory; name a directory"),
-        ({"engine.context": 1024, "learner.row_tokens": 1024}, "engine.context=1024 is above model.max_context=512"),
+        ({"engine.context": 2048, "learner.row_tokens": 2048}, "engine.context=2048 is above model.max_context=1024"),
     ],
 )  # fmt: skip
 def test_what_a_directory_contradicts_is_one_line(directory, change, line):
@@ -117,12 +117,12 @@ def test_rollout_only_then_train_only(tmp_path, directory):
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_its_model_was_moved(tmp_path, directory, trained, capsys):
-    shutil.copytree(trained, tmp_path / "run")
+    shutil.copytree(trained, tmp_path / "run", symlinks=True)
     moved = tmp_path / "moved"
     shutil.copytree(directory, moved)
     assert run(tmp_path / "run", moved, **{"steps": 3, "rollout.max_staleness": 0}) == 0
     template = moved / "chat_template.jinja"
-    template.write_text(template.read_text().replace("assistant", "helper"))
+    template.write_text(template.read_text().replace("# Tools", "# Functions"))
     assert run(tmp_path / "run", moved, **{"steps": 4, "rollout.max_staleness": 0}) == 2
     assert "was begun with the chat template" in capsys.readouterr().err
 
@@ -145,10 +145,10 @@ def test_calls_of_tools_are_parsed_and_answered_under_a_template(tmp_path, direc
     """Scripted episodes of a tool environment through the qwen3 template: sft on them trains."""
     task = {"tag": "calculator", "env": "calculator", "script_episodes": 8, "script_skill": 1.0, "config": {}}
     changes = {
-        "engine.context": 512, "engine.chunk_sizes": "(512,)", "learner.row_tokens": 1024, "rollout.history": history,
+        "engine.context": 1024, "engine.chunk_sizes": "(512,)", "learner.row_tokens": 4096, "rollout.history": history,
         "rollout.max_new_tokens": 96, "rollout.max_turns": 6, "algorithm.name": "sft", "data.batch_rows": 4,
     }  # fmt: skip
     changes |= {f"tasks.sources[0].{k}": v for k, v in task.items() if k != "config"}
     assert run(tmp_path / "run", directory, **changes) == 0
     (row,) = [row for row in read_metrics(tmp_path / "run") if "data/epoch" in row]
-    assert np.isfinite(row["sft/nll"] if "sft/nll" in row else row["policy/loss"])
+    assert np.isfinite(row["sft/loss"])
