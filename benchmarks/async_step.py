@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT))
 
 from mesh_configs import gpu_2  # noqa: E402
 from rl_jax.config import default_config  # noqa: E402
-from rl_jax.tokens import ByteTokenizer  # noqa: E402
 
 DROPPED, KEPT = 3, 8  # steps
 GROUPS, MEMBERS = 16, 8
@@ -43,18 +42,6 @@ DEADLINE_S = 280.0  # of one run, compiling included
 PREDICTIONS = {"synchronous": 3300.0, "asynchronous": 1850.0}
 
 
-class WideTokenizer(ByteTokenizer):
-    """Bytes in the first ids of Qwen2.5's vocabulary; the others, which only random weights sample, are bytes again."""
-
-    def __init__(self):
-        super().__init__()
-        self.vocab_size = 151_936
-
-    def decode(self, tokens) -> str:
-        ids = np.asarray(tokens)
-        return super().decode(np.where(ids < 264, ids, 8 + ids % 256))
-
-
 def get_config(arg: str = "") -> ConfigDict:
     """arg: "TOKENS" or "tiny"."""
     tiny = arg == "tiny"
@@ -63,7 +50,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.steps = DROPPED + KEPT + 1
     if not tiny:
         config.model.update(
-            tokenizer="benchmarks.async_step:WideTokenizer", num_layers=28, embed_size=1536,
+            vocab_size=151_936, num_layers=28, embed_size=1536,
             num_heads=12, num_kv_heads=2, head_dim=128, mlp_size=8960, rope_theta=1e6,
             qkv_bias=True, tie_embeddings=True, dtype="bfloat16", param_dtype="float32",
         )  # fmt: skip

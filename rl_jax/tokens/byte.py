@@ -36,18 +36,17 @@ class ByteTokenizer:
         return [offset + byte for byte in encodable(text).encode("utf-8")]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Text of any tokens. Raises ValueError for a token outside the vocabulary."""
+        """See Tokenizer."""
         ids = np.asarray(tokens, np.int64)
-        if len(outside := ids[(ids < 0) | (ids >= self.vocab_size)]):
-            raise ValueError(
-                f"token {outside[0]} is outside the byte vocabulary 0..{self.vocab_size - 1}"
-            )
+        if len(ids) and ids.min() < 0:
+            raise ValueError(f"token {ids.min()} is outside the byte vocabulary")
         offset = len(self.SPECIALS)
-        raw = (ids - offset).astype(np.uint8).tobytes()  # means nothing where a token is special
+        raw = (ids - offset).astype(np.uint8).tobytes()  # means nothing where a token is no byte
         parts, start = [], 0
-        for at in np.flatnonzero(ids < offset).tolist():
-            # A name is ASCII, so it also ends a broken UTF-8 sequence before it.
-            parts += [raw[start:at], self.SPECIALS[ids[at]].encode()]
+        for at in np.flatnonzero((ids < offset) | (ids >= self.vocab_size)).tolist():
+            # A name is ASCII, so it also ends a broken UTF-8 sequence before it; so does U+FFFD.
+            named = self.SPECIALS[ids[at]] if ids[at] < offset else "\ufffd"
+            parts += [raw[start:at], named.encode()]
             start = at + 1
         return b"".join([*parts, raw[start:]]).decode("utf-8", errors="replace")
 

@@ -21,7 +21,8 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Text of any tokens: control tokens by name, bytes that are no UTF-8 as U+FFFD."""
+        """Text of any tokens: control tokens by name, bytes that are no UTF-8 as U+FFFD, and so ids above the
+        vocabulary, which a model with more of them may sample. Raises ValueError for a negative id."""
         ...
 
     def fingerprint(self) -> str:

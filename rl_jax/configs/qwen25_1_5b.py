@@ -1,0 +1,82 @@
+"""Qwen2.5-1.5B-Instruct learns reasoning-gym tasks and a calculator by asynchronous GRPO on two GPUs.
+
+    python -m rl_jax.launch --config=rl_jax/configs/qwen25_1_5b.py:DIR     # a Hugging Face directory
+    python -m rl_jax.launch --config=qwen25_1_5b                           # its shapes, random weights: for timing
+
+A mixture of seven datasets with the model's own chat template, one turn each, beside arithmetic of several turns with
+a calculator, whose calls the template writes as the model knows them.
+"""
+
+from ml_collections import ConfigDict
+
+from mesh_configs import gpu_2
+from rl_jax.config import default_config
+
+DATASETS = {
+    "chain_sum": {"max_terms": 4, "max_digits": 4},
+    "basic_arithmetic": {},
+    "gcd": {},
+    "simple_equations": {},
+    "number_sequence": {},
+    "letter_counting": {"max_words": 10},
+    "gsm_symbolic": {},
+}
+SHAPE = {
+    "vocab_size": 151_936, "num_layers": 28, "embed_size": 1536, "num_heads": 12, "num_kv_heads": 2, "head_dim": 128,
+    "mlp_size": 8960, "rope_theta": 1e6, "norm_eps": 1e-6, "qkv_bias": True, "tie_embeddings": True,
+    "max_context": 32_768,
+}  # fmt: skip
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """arg: the model's directory; without one random weights of its shapes and the byte tokenizer."""
+    config = default_config()
+    if arg:
+        config.model.source = arg
+    else:
+        config.model.update(SHAPE)
+    config.model.update(dtype="bfloat16", param_dtype="float32")
+    config.mesh = gpu_2.get_config()
+    config.tasks.sources = sources()
+    config.warm_start.steps = 0
+    config.engine.update(
+        slots=128, context=1024, steps_per_block=16, chunk_sizes=(512, 4096), chunk_requests=128
+    )
+    config.rollout.update(
+        batch_groups=16, group_size=8, max_staleness=1, max_new_tokens=512, episode_timeout_s=900.0
+    )
+    config.algorithm.update(name="dr_grpo", clip_high=0.28)
+    config.learner.update(
+        learning_rate=1e-6, row_tokens=4096, microbatch_rows=1, remat="elementwise",
+        logprob_chunk=4096, warmup_steps=10,
+    )  # fmt: skip
+    config.eval.update(every=50, episodes=64)
+    config.checkpoint.every = 100
+    config.steps = 500
+    return config
+
+
+def sources() -> list[ConfigDict]:
+    """Two tags: one-turn questions, and turns with a tool."""
+    mixture = [
+        {"dataset": name, "weight": 1.0, "dataset_config": config}
+        for name, config in DATASETS.items()
+    ]
+    return [
+        ConfigDict(
+            {
+                "tag": "reasoning",
+                "env": "reasoning_gym",
+                "script_episodes": 0,
+                "config": {"mixture": mixture, "size": 20_000, "eval_size": 128, "system": True},
+            }
+        ),
+        ConfigDict(
+            {
+                "tag": "calculator",
+                "env": "calculator",
+                "script_episodes": 0,
+                "config": {"num_tasks": 20_000, "eval_size": 128},
+            }
+        ),
+    ]
