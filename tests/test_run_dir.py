@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from rl_jax.console import FirstOfAKind, WithCount
-from rl_jax.resume import auto_path, decide, encode
+from rl_jax.resume import auto_path, check_template, decide, encode
 from rl_jax.run_dir import RunDir, RunDirError, check_usable
 from rl_jax.settings import EvalSettings, LearnerSettings, Settings
 
@@ -299,3 +299,22 @@ def test_encode_is_ascii_json_whatever_comes():
     assert encode({"a": "\ud835é", "b": [float("inf")], "c": (1, 2)}) == (
         '{"a": "\\ud835\\u00e9", "b": [null], "c": [1, 2]}'
     )
+
+
+def test_a_run_goes_on_with_its_own_chat_template_only(tmp_path):
+    path = tmp_path / "r"
+    check_template(path, "b")  # nothing is there yet
+    (path).mkdir()
+    (path / "plan.json").write_text('{"template_sha256": "a"}')
+    check_template(path, "b")  # what a dry run left
+    opened(path)
+    check_template(path, "a")
+    with pytest.raises(
+        RunDirError, match="begun with the chat template a, and this one is b: the files"
+    ):
+        check_template(path, "b")
+    (path / "plan.json").write_text("{}")
+    check_template(path, "b")  # of a version that did not write it
+    (path / "plan.json").write_text("{")
+    with pytest.raises(RunDirError, match="plan.json cannot be read"):
+        check_template(path, "a")

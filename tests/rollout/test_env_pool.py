@@ -306,7 +306,7 @@ def test_scripts_solve_by_skill_and_their_errors_are_typed(bench):
         handle = await bench.open(tag)
         await handle.reset()
         try:
-            return [await handle.script(5, skill) for _ in range(2)]
+            return [(await handle.script(5, skill)).content for _ in range(2)]
         finally:
             await handle.close()
 
@@ -452,7 +452,8 @@ def test_a_wrong_config_is_told_before_a_run_begins():
 
 def test_names_and_tags_are_checked_without_a_process():
     with pytest.raises(
-        ValueError, match="no environment 'frozen_lak'; use one of frozen_lake, reasoning_gym or"
+        ValueError,
+        match="no environment 'frozen_lak'; use one of calculator, frozen_lake, reasoning_gym",
     ):
         EnvPool([TaskSource("a", "frozen_lak")], RolloutSettings())
     with pytest.raises(ValueError, match="no reward 'exact'; use one of exact_match or"):

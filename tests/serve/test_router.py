@@ -7,6 +7,7 @@ import pytest
 
 from rl_jax.mesh import MeshPlan
 from rl_jax.serve import Router
+from rl_jax.serve.router import TemplateMismatch
 from rl_jax.settings import MeshSettings, PoolSettings
 from rl_jax.types import FinishReason, Sampler, TurnError
 
@@ -275,3 +276,20 @@ def test_slow_and_fast_episodes_with_swaps_and_more_than_fit_all_finish(kit, kv)
     for d in servers:
         stats = d.server.stats()
         assert stats["requests"] == stats["finished"] and stats["stale_tokens"] == 0
+
+
+def test_a_server_of_another_chat_template_is_refused_with_both_hashes(kit):
+    """L6: what it would be sent was rendered in another way than it was started for."""
+    ours, theirs = "a" * 64, "b" * 64
+    decode, prefill = kit.decode().server, kit.prefill()
+    decode.template_sha256 = prefill.template_sha256 = ours
+    assert Router([decode], [prefill], PLAN, ours).version() == 0
+    for server in (decode, prefill):
+        server.template_sha256 = theirs
+        with pytest.raises(TemplateMismatch) as caught:
+            Router([decode], [prefill], PLAN, ours)
+        assert f"server {server.name} was started for the chat template {theirs}" in str(
+            caught.value
+        )
+        assert f"this run renders with {ours}" in str(caught.value)
+        server.template_sha256 = ours
