@@ -24,7 +24,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 from ml_collections import ConfigDict
 
 ROOT = Path(__file__).resolve().parents[1]

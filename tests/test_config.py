@@ -74,7 +74,7 @@ BAD = [
     ("train", "stray word 'train'"),
     ("--mode=serve", "--mode=serve is not one of train, eval, rollout_only, train_only"),
     ("--resume=yes", "--resume=yes is neither auto, never, strict, a step, nor a directory"),
-    ("--mesh=none", "no config file none; mesh_configs holds: colocated_8, gpu_2, h100_8, one_device, split_2, split_8"),
+    ("--mesh=none", "no config file none; mesh_configs holds: colocated_8, gpu_2, h100_8, one_device, split_2, split_"),
     ("--config.learner=3", "--config.learner is a section; set one of its keys: learning_rate"),
     ("--config.tasks.sources=3", "--config.tasks.sources is a section"),
     ("--config.tasks.sources.tag=x", "tasks.sources is a list; write --config.tasks.sources[0].tag"),

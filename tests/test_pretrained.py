@@ -24,7 +24,14 @@ def make_directory(directory, family="qwen3", **changes):
     """A tiny random model with the tokenizer and template of a family."""
     families.write(directory, family)
     size = load_tokenizer(str(directory), launch.resolve).vocab_size + PADDING
-    features = {"num_layers": 1, "embed_size": 32, "head_dim": 8, "mlp_size": 48, "qk_norm": True, "max_context": 1024}
+    features = {
+        "num_layers": 1,
+        "embed_size": 32,
+        "head_dim": 8,
+        "mlp_size": 48,
+        "qk_norm": True,
+        "max_context": 1024,
+    }
     model, params = tiny_model(3, size, **{**features, **changes})
     hf.save(directory, params, model.settings, vocab_size=size, copy_from=None)
     return directory
@@ -53,7 +60,12 @@ def test_a_directory_decides_the_architecture_and_the_tokenizer(directory, monke
     monkeypatch.chdir(directory.parent)
     model = parse(words("tiny")).settings.model
     assert (model.source, model.tokenizer) == (str(directory), str(directory))
-    assert (model.num_layers, model.embed_size, model.qk_norm, model.tie_embeddings) == (1, 32, True, True)
+    assert (model.num_layers, model.embed_size, model.qk_norm, model.tie_embeddings) == (
+        1,
+        32,
+        True,
+        True,
+    )
     assert model.vocab_size % 8 == load_tokenizer(str(directory), launch.resolve).vocab_size % 8
     assert parse(words(directory, **{"model.tokenizer": "byte"})).settings.model.tokenizer == "byte"
 
@@ -70,7 +82,9 @@ def test_a_directory_decides_the_architecture_and_the_tokenizer(directory, monke
 def test_what_a_directory_contradicts_is_one_line(directory, change, line):
     with pytest.raises(ConfigError) as raised:
         parse(words(directory, **change))
-    assert any(e.startswith(line.replace("DIR", str(directory))) for e in raised.value.errors), raised.value.errors
+    assert any(e.startswith(line.replace("DIR", str(directory))) for e in raised.value.errors), (
+        raised.value.errors
+    )
 
 
 def test_a_gguf_file_is_refused_with_the_command_that_converts_it(tmp_path):
@@ -143,7 +157,13 @@ def test_a_teacher_may_be_a_larger_pretrained_model(tmp_path, directory, capsys)
 @pytest.mark.parametrize("history", ["keep", "template"])
 def test_calls_of_tools_are_parsed_and_answered_under_a_template(tmp_path, directory, history):
     """Scripted episodes of a tool environment through the qwen3 template: sft on them trains."""
-    task = {"tag": "calculator", "env": "calculator", "script_episodes": 8, "script_skill": 1.0, "config": {}}
+    task = {
+        "tag": "calculator",
+        "env": "calculator",
+        "script_episodes": 8,
+        "script_skill": 1.0,
+        "config": {},
+    }
     changes = {
         "engine.context": 1024, "engine.chunk_sizes": "(512,)", "learner.row_tokens": 4096, "rollout.history": history,
         "rollout.max_new_tokens": 96, "rollout.max_turns": 6, "algorithm.name": "sft", "data.batch_rows": 4,

@@ -19,7 +19,7 @@ DATASETS = {
     "simple_equations": {},
     "number_sequence": {},
     "letter_counting": {"max_words": 10},
-    "gsm_symbolic": {},
+    "gsm_symbolic": {"size": 100_000},  # of the indices that it knows
 }
 SHAPE = {
     "vocab_size": 151_936, "num_layers": 28, "embed_size": 1536, "num_heads": 12, "num_kv_heads": 2, "head_dim": 128,
@@ -40,14 +40,14 @@ def get_config(arg: str = "") -> ConfigDict:
     config.tasks.sources = sources()
     config.warm_start.steps = 0
     config.engine.update(
-        slots=128, context=1024, steps_per_block=16, chunk_sizes=(512, 4096), chunk_requests=128
+        slots=128, context=1536, steps_per_block=16, chunk_sizes=(512, 4096), chunk_requests=128
     )
     config.rollout.update(
         batch_groups=16, group_size=8, max_staleness=1, max_new_tokens=512, episode_timeout_s=900.0
     )
     config.algorithm.update(name="dr_grpo", clip_high=0.28)
     config.learner.update(
-        learning_rate=1e-6, row_tokens=4096, microbatch_rows=1, remat="elementwise",
+        learning_rate=1e-6, row_tokens=6144, microbatch_rows=1, remat="elementwise",
         logprob_chunk=4096, warmup_steps=10,
     )  # fmt: skip
     config.eval.update(every=50, episodes=64)
@@ -58,17 +58,19 @@ def get_config(arg: str = "") -> ConfigDict:
 
 def sources() -> list[ConfigDict]:
     """Two tags: one-turn questions, and turns with a tool."""
-    mixture = [
-        {"dataset": name, "weight": 1.0, "dataset_config": config}
-        for name, config in DATASETS.items()
-    ]
+    mixture = {name: {"weight": 1.0, "config": config} for name, config in DATASETS.items()}
     return [
         ConfigDict(
             {
                 "tag": "reasoning",
                 "env": "reasoning_gym",
                 "script_episodes": 0,
-                "config": {"mixture": mixture, "size": 20_000, "eval_size": 128, "system": True},
+                "config": {
+                    "mixture": mixture,
+                    "size": 20_000,
+                    "eval_size": 128,
+                    "answer_tag": "answer",
+                },
             }
         ),
         ConfigDict(

@@ -1,7 +1,7 @@
 """Qwen2.5-7B-Instruct on one host of eight GPUs: the tasks of qwen25_1_5b, three decode servers, train on four.
 
-    python -m rl_jax.launch --config=rl_jax/configs/qwen25_7b.py:DIR       # a Hugging Face directory
-    python -m rl_jax.launch --config=qwen25_7b                             # its shapes, random weights: for timing
+python -m rl_jax.launch --config=rl_jax/configs/qwen25_7b.py:DIR       # a Hugging Face directory
+python -m rl_jax.launch --config=qwen25_7b                             # its shapes, random weights: for timing
 """
 
 from ml_collections import ConfigDict
