@@ -5,7 +5,7 @@ tensor on that device, and `save`.
 Invariants: a value is copied, transposed and rounded, nothing else, so that a round trip in one dtype gives the same
 bytes. A tied model is written without lm_head; one that comes with an lm_head must have the embedding's. Names, shapes
 and dtypes are all checked before the first value is read.
-Life of a load: 1 digests of the files, where there is a SHA256SUMS. 2 headers against the model. 3 tensor by tensor:
+Life of a load: 1 headers against the model. 2 digests of the files, where there is a SHA256SUMS. 3 tensor by tensor:
 each addressable device's slice is read, cast, transposed, and on the device before the next is read.
 Must not: read config.json (hf_config.py), or know meshes.
 """
