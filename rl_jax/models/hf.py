@@ -1,11 +1,11 @@
 """Weights of a Hugging Face directory <-> Params.
 
 Owns: TOP, LAYER and POST_NORMS, the one table of names and layouts; `load`, which puts each device's slice of each
-tensor on that device, and `save`. What a load takes of time and memory is in docs/models.md.
+tensor on that device, and `save`.
 Invariants: a value is copied, transposed and rounded, nothing else, so that a round trip in one dtype gives the same
 bytes. A tied model is written without lm_head; one that comes with an lm_head must have the embedding's. Names, shapes
 and dtypes are all checked before the first value is read.
-Life of a load: 1 digests of the files, where there is a SHA256SUMS. 2 headers against the model. 3 tensor by tensor:
+Life of a load: 1 headers against the model. 2 digests of the files, where there is a SHA256SUMS. 3 tensor by tensor:
 each addressable device's slice is read, cast, transposed, and on the device before the next is read.
 Must not: read config.json (hf_config.py), or know meshes.
 """
@@ -252,7 +252,8 @@ def load(
 ) -> Params:
     """Params of a directory, each array on its sharding; values are rounded to dtype (None: the model's own).
 
-    Beside the arrays the host holds one tensor's slices for its devices. Raises: WeightsError, one line.
+    Beside the arrays the host holds one tensor's slices for its devices: at its peak a load of SmolLM2-135M in float32
+    (538 MB, 272 tensors, one CPU device, 1.6 s) held 542 MB. Raises: WeightsError, one line.
     """
     with Source(directory, model) as source:
         weights = source.weights

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -256,12 +257,16 @@ def check_digests(directory: Path, names: Iterable[str]) -> bool:
     for line in path.read_text(encoding="utf-8").splitlines():
         digest, _, name = line.partition("  ")
         sums[name] = digest
+    names = list(names)
     for name in names:
         if name not in sums:
             raise WeightsError(
                 f"{path} has no line for {name}, which is newer; remove {SUMS} if it is meant so"
             )
-        if _sha256(directory / name) != sums[name]:
+    with ThreadPoolExecutor() as pool:  # hashing lets the interpreter's lock go
+        found = list(pool.map(lambda name: _sha256(directory / name), names))
+    for name, digest in zip(names, found, strict=True):
+        if digest != sums[name]:
             raise WeightsError(
                 f"{directory / name} does not match its line of {SUMS}: its bytes have changed; fetch or convert it"
                 f" again, or remove {SUMS} if it is meant so"
