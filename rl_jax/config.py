@@ -123,14 +123,18 @@ def plays_episodes(parsed: Parsed) -> bool:
 
 
 def _filled(settings: Settings) -> Settings:
-    """None becomes the algorithm's own value, and a 0 that stands for a value of another section that value.
+    """None becomes the algorithm's own value, a 0 that stands for a value of another section that value, and a
+    directory's path absolute.
 
     Here only: what a run stores and a part sees is resolved, and a part sees its own section.
     """
     algorithm = resolved(settings.algorithm)
     if algorithm.aggregation == "seq-mean-token-sum-norm" and not algorithm.max_response_tokens:
         algorithm = replace(algorithm, max_response_tokens=settings.engine.context)
-    return replace(settings, algorithm=algorithm)
+    model, name = settings.model, settings.model.tokenizer
+    if name not in TOKENIZERS and Path(name).is_dir():
+        model = replace(model, tokenizer=str(Path(name).absolute()))
+    return replace(settings, algorithm=algorithm, model=model)
 
 
 def _with_source(settings: Settings, errors: list[str]) -> Settings:
@@ -141,8 +145,6 @@ def _with_source(settings: Settings, errors: list[str]) -> Settings:
     except ValueError as error:
         errors += str(error).splitlines()
     tokenizer = model.tokenizer or model.source or "byte"
-    if tokenizer not in TOKENIZERS and Path(tokenizer).is_dir():
-        tokenizer = str(Path(tokenizer).absolute())
     return replace(settings, model=replace(model, tokenizer=tokenizer))
 
 
