@@ -105,14 +105,17 @@ def parse(argv: Sequence[str]) -> Parsed:
     tree = resolve(config, parse_overrides(overrides, errors), errors)
     settings = _with_source(schema.build(Settings, tree, "", errors), errors)
     told = {error.split("=")[0] for error in errors}
-    found = [e for e in check(settings, options.mode) if e.split("=")[0] not in told]
+    typed = {key for key, _ in overrides}
+    # A file is written for the algorithm that it names; a run's own has what another one's file gave it.
+    is_theirs = not is_stored and "algorithm.name" not in typed
+    found = check(settings, options.mode, None if is_theirs else typed)
+    found = [e for e in found if e.split("=")[0] not in told]
     if is_stored:  # nobody typed these values
-        typed = {key for key, _ in overrides}
         found = [e if e.split("=")[0] in typed else f"{e} (it stands in {stored})" for e in found]
     errors += found
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return Parsed(_filled(settings), options)
+    return Parsed(filled(settings), options)
 
 
 def plays_episodes(parsed: Parsed) -> bool:
@@ -122,11 +125,12 @@ def plays_episodes(parsed: Parsed) -> bool:
     return mode != "train_only" and not (reads and settings.data.path)
 
 
-def _filled(settings: Settings) -> Settings:
+def filled(settings: Settings) -> Settings:
     """None becomes the algorithm's own value, a 0 that stands for a value of another section that value, and a
     directory's path absolute.
 
-    Here only: what a run stores and a part sees is resolved, and a part sees its own section.
+    Here, and again where a plugin's own values are known (job.py): what a run stores and a part sees is resolved, and a
+    part sees its own section.
     """
     algorithm = resolved(settings.algorithm)
     if algorithm.aggregation == "seq-mean-token-sum-norm" and not algorithm.max_response_tokens:

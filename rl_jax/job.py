@@ -26,7 +26,7 @@ from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.cluster import InProcCluster
-from rl_jax.config import ConfigError, Parsed, resolved_python
+from rl_jax.config import ConfigError, Parsed, filled, resolved_python
 from rl_jax.data.corpus import Corpus
 from rl_jax.data.stream import ExampleStream
 from rl_jax.disk import disk_full
@@ -88,6 +88,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             stack.callback(lambda: run_blocking(pool.close()))
         meshes = build_meshes(plan, present_devices(plan, "cpu" if options.dry_run else None))
         renderer = load_names(settings, plan, resolve, options.mode)
+        settings = filled(settings)  # a plugin tells its own values once it is loaded
         if pool is not None:
             with progress.phase("environments", "importing them in their worker processes"):
                 prepare_tasks(settings, pool, options.mode)

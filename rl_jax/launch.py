@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_jax import backend, config, resume
+from rl_jax.algorithms.options import is_known
 from rl_jax.console import say
 from rl_jax.mesh import MeshPlan
 from rl_jax.progress import Progress
@@ -45,7 +46,7 @@ def _main(argv: Sequence[str]) -> int:
     try:
         parsed = config.parse(argv)
         settings, options = parsed.settings, parsed.options
-        if options.run_dir:
+        if options.run_dir and is_known(settings.algorithm):  # else by job.py, once it is loaded
             resume.decide(Path(options.run_dir), settings, options.resume)
         if options.run_dir or not options.dry_run:
             check_usable(options.run_dir, is_held=not options.dry_run)

@@ -10,18 +10,20 @@ import asyncio
 import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
 
 from rl_jax.algorithms import ALGORITHMS, options
+from rl_jax.algorithms.algorithm import LossInputs, missing_members
 from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.config import ConfigError
+from rl_jax.lowering import LoweringError, tracing
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
-from rl_jax.role_source import GIVEN, NEEDED_ROLE, find_source, vocabulary_error
+from rl_jax.role_source import NEEDED_ROLE, find_source, role_errors, vocabulary_error
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.episode import Episode, EpisodeRules
 from rl_jax.rollout.scheduler import SCHEDULERS
@@ -31,6 +33,7 @@ from rl_jax.settings import Settings, TaskSource
 from rl_jax.tokens import Renderer, encodable
 from rl_jax.tokens.load import load_tokenizer, make_renderer
 from rl_jax.types import Message, Task
+from rl_jax.validate import algorithm_errors
 
 NUM_PROMPTS, NUM_LONGEST = (
     64,
@@ -68,7 +71,7 @@ def load_names(
     """
     resolve(settings.model.family, MODELS)
     resolve(settings.rollout.scheduler, SCHEDULERS)
-    algorithm = resolve(settings.algorithm.name, ALGORITHMS)
+    algorithm = load_algorithm(settings, resolve)
     renderer = _load_renderer(settings, resolve)
     tokenizer = renderer.tokenizer
     errors = plan.check(
@@ -101,26 +104,68 @@ def _load_renderer(settings: Settings, resolve: Resolve) -> Renderer:
         raise ConfigError([f"model.tokenizer={settings.model.tokenizer}: {error}"]) from error
 
 
+def load_algorithm(settings: Settings, resolve: Resolve) -> Any:
+    """The algorithm, built. Raises ConfigError for one that cannot be built from its settings, lacks a part of the
+    protocol, or, of a plugin, does not read what was given, or whose loss cannot be traced."""
+    name, given = f"algorithm.name={settings.algorithm.name}", settings.algorithm
+    build = resolve(given.name, ALGORITHMS)
+    if errors := list(algorithm_errors(settings)):  # a plugin's only now: the others' were empty
+        raise ConfigError(errors)
+    try:
+        algorithm = build(options.resolved(given))
+    except Exception as error:  # the boundary to a plugin's code
+        line = next(iter(str(error).splitlines()), "")
+        raise ConfigError(
+            [
+                f"{name} cannot be built of AlgorithmSettings: {type(error).__name__}: {line}; its constructor takes"
+                " them alone"
+            ]
+        ) from error
+    if lacks := missing_members(algorithm):
+        raise ConfigError(
+            [
+                f"{name} has no {', '.join(lacks)}; derive it from rl_jax.algorithms.algorithm.Base, which has what few"
+                " algorithms say, or from policy.PolicyAlgorithm"
+            ]
+        )
+    if given.name not in ALGORITHMS:
+        try:
+            with tracing(f"the loss of {name}"):
+                jax.eval_shape(
+                    lambda arrays: algorithm.token_loss(LossInputs(**arrays)),
+                    _some_inputs(algorithm),
+                )
+        except LoweringError as error:
+            raise ConfigError(
+                [f"{error}; a setting that it reads must be in the `defaults` of its class"]
+            ) from error
+    return algorithm
+
+
+def _some_inputs(algorithm: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of LossInputs: the shapes of a microbatch of one row, with all that the algorithm asked for."""
+    names = [f.name for f in fields(LossInputs)]
+    told = algorithm.token_inputs((), (), dict.fromkeys(algorithm.needs, ()), None)
+    optional = {f.name for f in fields(LossInputs) if f.default is None}
+    there = [n for n in names if n not in optional or n in {*algorithm.needs, *told, "lag"}]
+    dtypes = {"mask": bool} | dict.fromkeys(("segment_ids", "turn_ids", "lag"), "int32")
+    return {n: jax.ShapeDtypeStruct((1, 8), dtypes.get(n, "float32")) for n in there}
+
+
 def _role_errors(settings: Settings, algorithm: Any, vocab_size: int) -> list[str]:
     """What only the algorithm itself (it may be a plugin) and the tokenizer can tell about the roles."""
-    name, errors = settings.algorithm.name, []
-    needs = frozenset(getattr(algorithm, "needs", ())) | options.needs(settings.algorithm)
-    if unknown := sorted(needs - NEEDED_ROLE.keys()):
-        errors.append(f"algorithm.name={name} needs {', '.join(unknown)}, which no role computes")
-    if "values" in needs and not hasattr(algorithm, "targets"):
-        errors.append(f"algorithm.name={name} needs values but has no targets() to train a critic")
-    for where in sorted({NEEDED_ROLE[need] for need in needs & NEEDED_ROLE.keys()}):
-        path = getattr(getattr(settings, where, None), "checkpoint", "")
-        if where in GIVEN and not path:
-            errors.append(f"algorithm.name={name} needs a {GIVEN[where]}; set {where}.checkpoint")
-        elif path:
-            try:
-                source = find_source(where, path, settings.model)
-            except ValueError as error:
-                errors.append(str(error))
-            else:
-                error = vocabulary_error(where, source.model, settings.model, vocab_size)
-                errors += [error] if error else []
+    name, needs = settings.algorithm.name, frozenset(algorithm.needs)
+    # The reward model that learns has no policy beside it, so nothing samples: an algorithm of the table alone.
+    roles = NEEDED_ROLE.keys() - (set() if name in ALGORITHMS else {"rewards"})
+    if unknown := sorted(needs - roles):
+        return [f"algorithm.name={name} needs {', '.join(unknown)}, which no role computes"]
+    if errors := list(role_errors(settings, needs)):
+        return errors
+    for where in sorted({NEEDED_ROLE[need] for need in needs}):
+        if path := getattr(getattr(settings, where, None), "checkpoint", ""):
+            source = find_source(where, path, settings.model)
+            error = vocabulary_error(where, source.model, settings.model, vocab_size)
+            errors += [error] if error else []
     return errors
 
 

@@ -7,7 +7,7 @@ Must not: import jax, or open a checkpoint (build_roles.py).
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,12 +72,13 @@ def find_source(where: str, path: str, policy: ModelSettings) -> RoleSource:
             raise ValueError(
                 f"{key}: {config} cannot be read: {errors[0]}; give another checkpoint"
             )
-    if trained_by and (trained_by == "rm") != (where == REWARD_MODEL):
+    makers = [name for name, entry in ALGORITHMS.items() if entry.makes_scores]
+    if trained_by and (trained_by in makers) != (where == REWARD_MODEL):
         raise ValueError(
-            f"{key} is a reward model (algorithm rm), which has no log-probs; give the checkpoint of a policy"
-            if trained_by == "rm"
-            else f"{key} was trained by {trained_by}, not by rm, and has no score to give; train a reward model with"
-            " algorithm.name=rm on pairs"
+            f"{key} is a reward model (algorithm {trained_by}), which has no log-probs; give the checkpoint of a policy"
+            if trained_by in makers
+            else f"{key} was trained by {trained_by}, not by {' or '.join(makers)}, and has no score to give; train a"
+            f" reward model with algorithm.name={makers[0]} on pairs"
         )
     _check_tokenizer(key, model, policy)
     return RoleSource(checkpoint, model)
@@ -125,13 +126,22 @@ def vocabulary_error(where: str, model: ModelSettings, policy: ModelSettings, si
 
 def needed_roles(settings: Settings) -> frozenset[str]:
     """Sections of the roles that the config's algorithm and options need beside the policy."""
-    needs = options.needs(settings.algorithm)
+    return _roles_of(options.needs(settings.algorithm))
+
+
+def _roles_of(needs: Collection[str]) -> frozenset[str]:
     return frozenset(filter(None, (NEEDED_ROLE.get(need) for need in needs)))
 
 
-def role_errors(s: Settings) -> Iterator[str]:
-    """What is wrong with the roles, alone and with algorithm and mesh; one line each."""
-    needed, is_ours = needed_roles(s), s.algorithm.name in ALGORITHMS
+def role_errors(s: Settings, needs: Collection[str] | None = None) -> Iterator[str]:
+    """What is wrong with the roles, alone and with algorithm and mesh; one line each.
+
+    needs: of the algorithm itself, where there is one; None = what the settings tell, which is nothing of a plugin
+    before it is loaded.
+    """
+    is_known = needs is not None or options.is_known(s.algorithm)
+    needs = options.needs(s.algorithm) if needs is None else needs
+    needed = _roles_of(needs)
     pools = [pool.name for pool in s.mesh.pools if pool.kind == "role"]
     used = set()
     for where, role, default in (
@@ -140,7 +150,7 @@ def role_errors(s: Settings) -> Iterator[str]:
         ("teacher", s.teacher, FrozenSettings()),
         ("reward_model", s.reward_model, FrozenSettings()),
     ):
-        if where not in needed and is_ours:  # a plugin tells its needs when it is loaded
+        if where not in needed and is_known:
             for name, value in vars(role).items():
                 if value != getattr(default, name):
                     yield (
@@ -216,9 +226,10 @@ def _critic(s: Settings) -> Iterator[str]:
 
 def _who_needs(where: str) -> str:
     """ " (PPO does)" and the like."""
-    if where == "reference":
-        return " (algorithm.kl.coef above 0 does, and dpo)"
-    if where == REWARD_MODEL:
-        return " (algorithm.reward_model_coef above 0 does)"
+    options_that = {
+        "reference": "algorithm.kl.coef above 0",
+        REWARD_MODEL: "algorithm.reward_model_coef above 0",
+    }
     names = [n for n, e in ALGORITHMS.items() if where in {NEEDED_ROLE.get(x) for x in e.needs}]
-    return f" ({', '.join(names)} does)"
+    first, *others = [*filter(None, [options_that.get(where)]), *names]
+    return f" ({first} does{''.join(f', and {name}' for name in others)})"

@@ -177,12 +177,14 @@ def coerce(value: Any, annotation: Any, where: str, errors: list[str]) -> Any:
 
 
 def _coerce_union(value: Any, annotation: Any, where: str, errors: list[str]) -> Any:
+    inner: list[str] = []  # of an option that the value is, but for something in it
     for option in typing.get_args(annotation):
         found: list[str] = []
         converted = coerce(value, option, where, found)
         if not found:
             return converted
-    errors.append(f"{where}={value!r} must be {describe(annotation)}")
+        inner += [error for error in found if error.startswith((f"{where}.", f"{where}["))]
+    errors.extend(inner or [f"{where}={value!r} must be {describe(annotation)}"])
     return None
 
 

@@ -216,7 +216,8 @@ class KlSettings:
 
     coef: float = 0.0  # 0 = off, and no reference in memory
     where: str = "loss"  # loss | reward
-    kind: str = "k3"  # k1 | k2 | k3 | k3+ | abs | unbiased
+    # k1 | k2 | k3 | k3+ | abs | unbiased; None = k1 in the reward, k3 in the loss
+    kind: str | None = None
     target: float = 0.0  # in nats a sequence, adapts coef (in the reward only); 0 = fixed
     horizon: int = 10_000  # samples over which it adapts
 
@@ -296,7 +297,12 @@ class AlgorithmSettings:
     entropy_coef: float = 0.0
     max_response_tokens: int = 0  # the constant L of seq-mean-token-sum-norm; 0 = engine.context
     overlong_filter: bool = False  # truncated trajectories get an empty loss mask
-    std_eps: float = 1e-6
+    # by what a reward's distance from its group's mean is divided: std of the group | of the batch | none
+    std_scope: str | None = None
+    std_eps: float = 1e-6  # added to that std
+    normalize: bool | None = (
+        None  # rloo, aipo: by the batch's mean and std; grpo_passk: by the group's std
+    )
     correction: CorrectionSettings = CorrectionSettings()
     kl: KlSettings = KlSettings()
     entropy: EntropySettings = EntropySettings()

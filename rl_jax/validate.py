@@ -9,13 +9,14 @@ Must not: import jax or an environment's or plugin's module (only tables of name
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rl_jax import schema
 from rl_jax.algorithms import ALGORITHMS, options
+from rl_jax.algorithms.rules import rules
 from rl_jax.data.check import data_errors
 from rl_jax.mesh import MeshPlan
 from rl_jax.model_source import TOKENIZER_FILE
@@ -184,8 +185,13 @@ _TAG = re.compile(r"[a-z][a-z0-9_]*")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-def check(settings: Settings, mode: str = "train") -> list[str]:
-    """Everything that is wrong with a config, one line each; [] if nothing is."""
+def check(
+    settings: Settings, mode: str = "train", typed: Collection[str] | None = None
+) -> list[str]:
+    """Everything that is wrong with a config, one line each; [] if nothing is.
+
+    typed: keys that somebody chose for this very algorithm, beside those of a file for another; None = all of them.
+    """
     values = schema.leaves(schema.to_tree(settings))
     errors = [e for key, text in INTERVALS.items() for e in _interval(key, values[key], text)]
     for key, choices in CHOICES.items():
@@ -202,6 +208,7 @@ def check(settings: Settings, mode: str = "train") -> list[str]:
     sound = _repaired(settings, [error.partition("=")[0] for error in errors])
     for rule in RULES:
         errors += rule(sound)
+    errors += algorithm_errors(sound, typed)
     reads = mode == "train" and options.learns_from_rows(sound.algorithm, sound.data)
     if mode != "eval":
         errors += [*(() if reads else _training_errors(sound)), *role_errors(sound)]
@@ -339,18 +346,19 @@ def _engine(s: Settings) -> Iterator[str]:
         )
 
 
-def _algorithm(s: Settings) -> Iterator[str]:
+def algorithm_errors(s: Settings, typed: Collection[str] | None = None) -> Iterator[str]:
+    """What is wrong with the algorithm's settings, alone and beside the rollout's; of a plugin, once it is loaded."""
     reads = options.learns_from_rows(s.algorithm, s.data)
-    yield from options.rules(s.algorithm, 2 if reads else s.rollout.group_size)
+    yield from rules(s.algorithm, 2 if reads else s.rollout.group_size, typed)
     if (age := s.algorithm.correction.max_token_age) >= s.rollout.max_staleness and age:
         yield (
             f"algorithm.correction.max_token_age={age} leaves no token out: rollout.max_staleness="
             f"{s.rollout.max_staleness} already bounds the age; use less, or 0"
         )
-    if s.algorithm.name == "kl_cov" and not s.rollout.max_staleness:
+    if options.entry_of(s.algorithm).needs_lag and not s.rollout.max_staleness:
         yield (
-            "algorithm.name=kl_cov pulls tokens back to the policy that sampled, which at rollout.max_staleness=0 is"
-            " the one that trains; raise it, or use clip_cov"
+            f"algorithm.name={s.algorithm.name} pulls tokens back to the policy that sampled, which at"
+            " rollout.max_staleness=0 is the one that trains; raise it, or use another algorithm"
         )
     for need in sorted(options.needs(s.algorithm) - NEEDED_ROLE.keys()):
         cause, remedy = options.needed_by(s.algorithm, need)
@@ -403,7 +411,6 @@ def _schedule(s: Settings) -> Iterator[str]:
 RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
     _model,
     _engine,
-    _algorithm,
     _batch,
     curriculum_errors,
     _schedule,

@@ -358,6 +358,24 @@ def test_references_follow_an_override(tmp_path):
     assert parse([file, "--config.eval.every=3", "--config.steps=40"]).settings.eval.every == 3
 
 
+def test_the_quickstarts_entropy_bonus_is_passed_over_by_what_has_none(tmp_path):
+    sft = "--config.algorithm.name=sft"
+    assert parse([sft]).settings.algorithm.entropy_coef == 0.01
+    (line,) = errors_of(sft, "--config.algorithm.entropy_coef=0.1")
+    assert line.startswith("algorithm.entropy_coef=0.1 is not read by sft but by grpo, ")
+    body = ONE_DEVICE.format('config.algorithm.update(name="sft", entropy_coef=0.1)')
+    file = config_file(tmp_path, body)
+    assert any("entropy_coef=0.1 is not read by sft" in e for e in errors_of(file))
+
+
+def test_an_error_inside_a_mapping_is_told_by_its_key():
+    gdpo = "--config.algorithm.name=gdpo"
+    (line,) = errors_of(gdpo, "--config.algorithm.reward_weights={'a': 'x', 'b': 1}")
+    assert line == "algorithm.reward_weights.a='x' must be a float"
+    (line,) = errors_of(gdpo, "--config.algorithm.reward_weights=7")
+    assert line == "algorithm.reward_weights=7 must be a mapping or none"
+
+
 def test_zero_that_stands_for_the_context_is_filled_where_it_is_read(tmp_path):
     norm = "--config.algorithm.aggregation=seq-mean-token-sum-norm"
     settings = parse(["--mesh=one_device", norm, "--config.engine.context=200"]).settings
@@ -556,7 +574,8 @@ def test_every_setting_has_a_rule():
         "reward_model.checkpoint",
         "reward_model.pool",
         "critic.pool",  # role_source.py
-        "algorithm.reward_weights",  # options.py
+        "algorithm.reward_weights",  # rules.py
+        "algorithm.normalize",  # true, false or the algorithm's own
     }
     keys = {
         k

@@ -63,7 +63,7 @@ def group_in_group(
     The step term normalises step returns among the group's steps that began in the same state; a state met once is 0.
 
     Args:    trajectories, groups: int[R].  states: what the agent saw, equal keys only.  returns: step_returns.
-             episode_returns: float[R], repeated on the trajectory's rows.  std_scope: group | none.
+             episode_returns: float[R], repeated on the trajectory's rows.  std_scope: as group_normalised.
     Source:  GiGPO arXiv:2505.10978. Differs: its first code counted an episode once per step.
     """
     trajectories, groups = np.asarray(trajectories), np.asarray(groups)

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from rl_jax.algorithms.advantages import trains_scored
 from rl_jax.metrics import Metric
 from rl_jax.types import Group, Trajectory
 
@@ -111,8 +112,25 @@ class Algorithm(Protocol):
         ...
 
 
+def missing_members(algorithm: Any) -> list[str]:
+    """What an object lacks of the protocol; `targets` too, where it needs values."""
+    members = [*Algorithm.__annotations__, *vars(Algorithm)]
+    if "values" in getattr(algorithm, "needs", ()):
+        members.append("targets")
+    return [m for m in dict.fromkeys(members) if m[0] != "_" and not hasattr(algorithm, m)]
+
+
 class Base:
-    """What most algorithms say of the parts of the protocol that few have."""
+    """What most algorithms say of the parts of the protocol that few have: the rest is advantages and token_loss."""
+
+    needs: frozenset[str] = frozenset()
+    samples = True
+
+    def trains(self, trajectory: Trajectory) -> bool:
+        return trains_scored(trajectory, overlong_filter=False)
+
+    def select(self, groups: Sequence[Group]) -> tuple[list[Group], list[tuple[str, str]]]:
+        return list(groups), []
 
     def counted(self, groups: Sequence[Group], advantages, extras) -> Sequence[np.ndarray] | None:
         return None

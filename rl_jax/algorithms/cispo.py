@@ -4,18 +4,11 @@ The bounds are absolute: [0, 5] by default, so no token is silenced. Source: Min
 arXiv:2510.13786.
 """
 
-import numpy as np
-
-from rl_jax.algorithms.advantages import Scored
 from rl_jax.algorithms.algorithm import LossInputs
-from rl_jax.algorithms.group_advantages import group_normalised
-from rl_jax.algorithms.policy import PolicyAlgorithm
+from rl_jax.algorithms.grpo import Grpo
 from rl_jax.algorithms.token_losses import TokenLoss, cispo
 
 
-class Cispo(PolicyAlgorithm):
-    def estimate(self, scored: Scored) -> list[np.ndarray]:
-        return scored.spread(group_normalised(*scored.totals, eps=self.settings.std_eps))
-
+class Cispo(Grpo):
     def loss(self, x: LossInputs) -> TokenLoss:
         return cispo(x, ratio_min=self.settings.ratio_min, ratio_max=self.settings.ratio_max)

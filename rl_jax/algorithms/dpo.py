@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_jax.algorithms.advantages import trains_scored
 from rl_jax.algorithms.preference import (
     PairAlgorithm,
     pair_figures,
@@ -24,6 +25,9 @@ from rl_jax.types import Group, Trajectory
 
 class Dpo(PairAlgorithm):
     measured = frozenset({"old_logprobs", "reference_logprobs"})
+
+    def trains(self, trajectory: Trajectory) -> bool:
+        return trains_scored(trajectory, bool(self.settings.overlong_filter))
 
     def pair_advantages(self, pair, members, extras):
         (x_up, step_up), (x_down, step_down) = (self._ratio(i, members, extras) for i in pair)

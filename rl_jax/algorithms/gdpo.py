@@ -1,16 +1,17 @@
 """GDPO: each part of the reward is normalised in the group by itself, so that no part drowns the others by its scale.
 
 A = weighted sum of the parts' GRPO advantages, then normalised over the step's episodes. The parts are those that the
-scorer gives (types.Reward.parts) and `reward_weights` names; with none named there is one, the reward. What shaping
-adds to an episode (overlong penalty, KL in the reward, a reward model's score) is one more part, of weight 1. A group
-none of whose members has a part (another task's scorer) does without it. Loss: PPO clip. Source: arXiv:2601.05242.
+scorer gives (types.Reward.parts) and `reward_weights` names; with none named there is one, the reward. A group none of
+whose members has a part (another task's scorer) does without it. What shaping adds to an episode (overlong penalty, KL
+in the reward, a reward model's score) is centred in the group and added after both normalisations, which would undo its
+coefficient: 0.1 moves an advantage, whose spread is 1, by 0.1. Loss: PPO clip. Source: arXiv:2601.05242.
 """
 
 import numpy as np
 
 from rl_jax.algorithms.advantages import Scored
 from rl_jax.algorithms.algorithm import RewardPartError
-from rl_jax.algorithms.group_advantages import multi_reward
+from rl_jax.algorithms.group_advantages import group_normalised, multi_reward
 from rl_jax.algorithms.policy import PolicyAlgorithm
 
 
@@ -21,13 +22,10 @@ class Gdpo(PolicyAlgorithm):
         task = np.array([m.reward.value if v else 0.0 for m, v in zip(scored.members, valid)])
         columns = [part(scored, name) for name in weights] if weights else [task]
         scale = list(weights.values()) if weights else [1.0]
-        shaped = totals - task
-        if shaped.any():
-            columns.append(shaped)
-            scale.append(1.0)
         advantages = multi_reward(
             np.stack(columns, axis=1), groups, valid, weights=scale, eps=self.settings.std_eps
         )
+        advantages += group_normalised(totals - task, groups, valid, std_scope="none")
         return scored.spread(np.where(valid, advantages, 0.0))
 
 

@@ -29,6 +29,7 @@ class Gigpo(PolicyAlgorithm):
             np.concatenate([*returns, np.zeros(0)]),
             np.repeat(rewards, counts),
             omega=s.omega,
+            std_scope=str(s.std_scope),
             eps=s.std_eps,
             valid=np.repeat(valid, counts),
         )

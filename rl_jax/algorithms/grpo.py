@@ -1,7 +1,7 @@
 """GRPO: advantages centred and scaled in the group, PPO clip (with clip-higher).
 
-A_i = (r_i - mean_g) / (std_g + std_eps), std with ddof 1; the value stands on every trained token
-of the sequence.
+A_i = (r_i - mean_g) / (std + std_eps), std with ddof 1, of the group (`std_scope`); the value stands on every trained
+token of the sequence.
 Source: arXiv:2402.03300. Differs: no KL to a reference model unless asked for, token-mean by default, the clip
 bounds against the policy that sampled (policy.py says why).
 """
@@ -15,4 +15,7 @@ from rl_jax.algorithms.policy import PolicyAlgorithm
 
 class Grpo(PolicyAlgorithm):
     def estimate(self, scored: Scored) -> list[np.ndarray]:
-        return scored.spread(group_normalised(*scored.totals, eps=self.settings.std_eps))
+        s = self.settings
+        return scored.spread(
+            group_normalised(*scored.totals, std_scope=str(s.std_scope), eps=s.std_eps)
+        )

@@ -1,7 +1,7 @@
 """GRPO for pass@k: only the best of a group is credited, with what it adds to the second best.
 
 A = (best - second) / (std of G + std_eps) for the group's best, 0 for all others and where two share the best: the
-gradient of the expected maximum of the group, not of its mean. Loss: PPO clip.
+gradient of the expected maximum of the group, not of its mean. `normalize` false: no std. Loss: PPO clip.
 Source: arXiv:2503.19595; verl's grpo_passk.
 """
 
@@ -14,4 +14,7 @@ from rl_jax.algorithms.policy import PolicyAlgorithm
 
 class GrpoPassk(PolicyAlgorithm):
     def estimate(self, scored: Scored) -> list[np.ndarray]:
-        return scored.spread(best_of_group(*scored.totals, eps=self.settings.std_eps))
+        s = self.settings
+        return scored.spread(
+            best_of_group(*scored.totals, normalize=bool(s.normalize), eps=s.std_eps)
+        )

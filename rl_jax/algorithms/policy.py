@@ -24,28 +24,36 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from rl_jax.algorithms import correction, options
+from rl_jax.algorithms import GRPO, correction, options
 from rl_jax.algorithms.advantages import Scored, group_rewards, num_sampled, trains_scored
 from rl_jax.algorithms.algorithm import Base, LossInputs, Sums
 from rl_jax.algorithms.batch_correction import correct_batch
 from rl_jax.algorithms.entropy import applied_entropy_coef, entropy_loss, next_entropy_coef
 from rl_jax.algorithms.filters import select_groups
 from rl_jax.algorithms.kl import kl_token_rewards, next_kl_coef, token_kl, unbiased_kl
+from rl_jax.algorithms.segments import run_max, run_starts
 from rl_jax.algorithms.shaping import overlong_penalty
 from rl_jax.algorithms.token_losses import TokenLoss, ppo
 from rl_jax.metrics import Metric
 from rl_jax.settings import AlgorithmSettings, CorrectionSettings
 from rl_jax.types import Group, Trajectory
 
+# Part of a loss -> the figure that is its mean over the trained tokens.
+FIGURES = {
+    "clipped": "policy/clip_frac",
+    "dual_clipped": "policy/dual_clip_frac",
+    "reverse_kl": "policy/reverse_kl",
+}
+
 
 class PolicyAlgorithm(Base):
     """Base of the named policy algorithms; `loss` is the PPO clip unless they have their own."""
 
-    samples = True
+    policy, defaults = True, GRPO  # what a plugin is that says nothing else (options.entry_of)
 
     def __init__(self, settings: AlgorithmSettings):
         self.settings = options.resolved(settings)
-        self.needs = options.needs(settings)
+        self.needs = self.needs | options.needs(settings)
 
     def estimate(self, scored: Scored) -> list[np.ndarray]:
         """Advantages: one f32[T] a member, 0 off its loss mask."""
@@ -117,14 +125,14 @@ class PolicyAlgorithm(Base):
 
         out = self.loss(x)
         loss, sums = out.loss, {}
-        if "clipped" in out.parts:
-            sums["policy/clip_frac"] = total(out.parts["clipped"])
-        if "reverse_kl" in out.parts:
-            sums["policy/reverse_kl"] = total(out.parts["reverse_kl"])
+        for part, name in FIGURES.items():
+            if part in out.parts:
+                sums[name] = total(out.parts[part])
         if corrects(s.correction):
             keep, weights = corrected(x, s.old_policy, s.correction)
             loss = jnp.where(keep, weights * loss, 0.0)
             sums |= {"is/rejected": total(~keep), "is/weight": total(weights)}
+            sums["is/rejected_sequences"] = touched(~keep & x.mask, x)
         if s.kl.coef and x.reference_logprobs is not None:
             estimate = token_kl(x.logprobs, x.reference_logprobs, x.mask, "k3")
             sums["policy/kl"] = total(estimate)
@@ -238,6 +246,21 @@ def with_old_policy(x: LossInputs, old_policy: str | None) -> LossInputs:
     return replace(x, old_logprobs=None)
 
 
+def _gap(x: LossInputs, policy: Float[Array, "B K"] | None) -> correction.Gap:
+    """Of a policy to the one that sampled."""
+    assert policy is not None, "with_old_policy comes first"
+    return correction.gap(policy, x.behaviour_logprobs, x.mask, x.segment_ids, x.turn_ids)
+
+
+def touched(tokens: Bool[Array, "B K"], x: LossInputs) -> tuple[jax.Array, jax.Array]:
+    """(sequences with at least one of these tokens, sequences that train), as sums."""
+    starts = run_starts(x.segment_ids)
+    live, has = (
+        (run_max(mask.astype(jnp.float32), starts) * starts).sum() for mask in (x.mask, tokens)
+    )
+    return has, live
+
+
 def corrects(c: CorrectionSettings) -> bool:
     tests = c.veto or c.opsm_delta or c.max_token_age
     return c.level != "none" or c.reject_stat != "none" or bool(tests)
@@ -246,23 +269,27 @@ def corrects(c: CorrectionSettings) -> bool:
 def corrected(
     x: LossInputs, old_policy: str | None, c: CorrectionSettings
 ) -> tuple[Bool[Array, "B K"], Float[Array, "B K"]]:
-    """(tokens that stay, their weights): the step's policy over the one that sampled. No gradient."""
-    is_proximal = old_policy in ("recompute", "loglinear") and x.old_logprobs is not None
-    proximal = x.old_logprobs if is_proximal else x.logprobs
-    gap = correction.gap(proximal, x.behaviour_logprobs, x.mask, x.segment_ids, x.turn_ids)
+    """(tokens that stay, their weights): the step's policy over the one that sampled. No gradient.
+
+    What drops out is decided by the policy at step start: the recomputed one, else the one that trains, which is the
+    same at the one update of a step; OPSM always by the latter. loglinear's guess is for weights (and ratios) alone.
+    """
+    now = _gap(x, x.logprobs)
+    start = _gap(x, x.old_logprobs) if old_policy == "recompute" else now
+    proximal = _gap(x, x.old_logprobs) if old_policy == "loglinear" else start
     keep, weights = x.mask, jnp.where(x.mask, 1.0, 0.0).astype(x.logprobs.dtype)
     if c.reject_stat != "none":
         keep &= correction.passes(
-            gap, stat=c.reject_stat, level=c.reject_level, high=c.reject_high, low=c.reject_low
+            start, stat=c.reject_stat, level=c.reject_level, high=c.reject_high, low=c.reject_low
         )
     if c.veto:
-        keep &= correction.passes_veto(gap, threshold=c.veto)
+        keep &= correction.passes_veto(start, threshold=c.veto)
     if c.max_token_age and x.lag is not None:
         keep &= x.lag <= c.max_token_age
     if c.opsm_delta:
-        keep &= correction.passes_opsm(gap, x.advantages, delta=c.opsm_delta)[0]
+        keep &= correction.passes_opsm(now, x.advantages, delta=c.opsm_delta)[0]
     if c.level != "none":
         weights, _ = correction.importance_weights(
-            gap, level=c.level, mode=c.mode, high=c.high, low=c.low
+            proximal, level=c.level, mode=c.mode, high=c.high, low=c.low
         )
     return keep, weights

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from rl_jax.algorithms import options
-from rl_jax.algorithms.advantages import group_rewards, trains_scored
+from rl_jax.algorithms.advantages import group_rewards
 from rl_jax.algorithms.algorithm import Base, LossInputs, Sums
 from rl_jax.algorithms.token_losses import reinforce
 from rl_jax.metrics import Metric
@@ -146,16 +146,13 @@ class PairAlgorithm(Base):
 
     def __init__(self, settings: AlgorithmSettings):
         self.settings = options.resolved(settings)
-        self.needs = options.needs(settings)
+        self.needs = self.needs | options.needs(settings)
 
     def pair_advantages(
         self, pair: tuple[int, int], members: Sequence[Trajectory], extras: Mapping[str, Any]
     ) -> tuple[float, float]:
         """-d loss / d each trained token's log-prob (or reward) of the chosen and of the rejected. pair: of members."""
         raise TypeError(f"{type(self).__name__} has no pair_advantages()")
-
-    def trains(self, trajectory: Trajectory) -> bool:
-        return trains_scored(trajectory, self.settings.overlong_filter)
 
     def select(self, groups: Sequence[Group]):
         kept = [group for group in groups if pairs_of([group], self.trains)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_jax.algorithms.advantages import at_end, trains_scored
+from rl_jax.algorithms.advantages import at_end
 from rl_jax.algorithms.preference import (
     PairAlgorithm,
     pair_figures,
@@ -21,14 +21,11 @@ from rl_jax.algorithms.preference import (
     pairs_of,
 )
 from rl_jax.metrics import Metric
-from rl_jax.types import Group, Trajectory
+from rl_jax.types import Group
 
 
 class Rm(PairAlgorithm):
     measured = frozenset({"rewards"})
-
-    def trains(self, trajectory: Trajectory) -> bool:
-        return trains_scored(trajectory, overlong_filter=False)
 
     def pair_advantages(self, pair, members, extras):
         up, down = (at_end(members[i], extras["rewards"][i]) for i in pair)

@@ -119,7 +119,7 @@ def topr(
     """
     d = difference(x.logprobs, x.behaviour_logprobs, x.mask)
     if level not in ("sequence", "token"):
-        raise ValueError(f"algorithm.topr_level={level!r} is unknown; one of sequence, token")
+        raise ValueError(f"algorithm.weight_level={level!r} is unknown; one of sequence, token")
     total = run_sum(d, sequences(x)) if level == "sequence" else d
     tapered = neg_weight * jnp.minimum(jnp.exp(clamp(total)), 1.0)
     advantages = jnp.where(x.mask, x.advantages, 0.0)

@@ -7,12 +7,12 @@ No reward is read: a scripted episode trains whether or not it was scored or sol
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from rl_jax.algorithms import options
 from rl_jax.algorithms.advantages import is_closed, spread
 from rl_jax.algorithms.algorithm import Base, LossInputs, Sums
+from rl_jax.algorithms.token_losses import nll
 from rl_jax.metrics import Metric
 from rl_jax.settings import AlgorithmSettings
 from rl_jax.types import Group, Trajectory
@@ -24,13 +24,10 @@ class Sft(Base):
 
     def __init__(self, settings: AlgorithmSettings):
         self.settings = options.resolved(settings)
-        self.needs = options.needs(settings)
+        self.needs = self.needs | options.needs(settings)
 
     def trains(self, trajectory: Trajectory) -> bool:
         return is_closed(trajectory)
-
-    def select(self, groups: Sequence[Group]):
-        return list(groups), []
 
     def advantages(self, groups: Sequence[Group], extras, state):
         num_members = sum(len(group.trajectories) for group in groups)
@@ -38,7 +35,7 @@ class Sft(Base):
 
     def token_loss(self, x: LossInputs):
         sums: Sums = {}
-        return -jnp.where(x.mask, x.logprobs, 0.0), sums
+        return nll(x).loss, sums
 
     def measure(self, groups: Sequence[Group], extras: Mapping[str, Any]) -> dict[str, Metric]:
         """The mean over tokens, whatever `aggregation` trains: a held-out loss is compared between runs."""

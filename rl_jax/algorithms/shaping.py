@@ -1,4 +1,4 @@
-"""Reward shaping on the host: the soft punishment of overlong responses, and the filter of truncated ones."""
+"""Reward shaping on the host: the soft punishment of overlong responses."""
 
 import numpy as np
 
@@ -13,11 +13,3 @@ def overlong_penalty(
     """
     over = (max_length - buffer - np.asarray(lengths, np.float64)) / buffer
     return np.clip(over, -1.0, 0.0) * factor + 0.0  # + 0.0: no negative zeros
-
-
-def without_truncated(mask: np.ndarray, truncated: np.ndarray) -> np.ndarray:
-    """The mask with the rows of truncated samples emptied; their rewards stay in the group's statistics.
-
-    Truncation is what the engine's finish reason says, not a length.
-    """
-    return np.where(np.asarray(truncated)[:, None] != 0, 0, np.asarray(mask))

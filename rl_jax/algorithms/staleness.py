@@ -1,28 +1,29 @@
 """The arithmetic of versions: ages of tokens, and the two gates that bound them. Host, integers.
 
-Admission (capacity, may_start) spares work, consumption (is_fresh) is what bounds the age: with admission alone a
-straggler can be consumed arbitrarily old. Both take one number, rollout.max_staleness.
+Admission (admissible) spares work, consumption (is_fresh) is what bounds the age: with admission alone a straggler can
+be consumed arbitrarily old. Both take one number, rollout.max_staleness; scheduler and buffer ask here.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
 
-def token_ages(versions: np.ndarray, mask: np.ndarray, version: int) -> np.ndarray:
-    """int64[B, T]: version of the consumer minus the token's; 0 off the mask."""
-    return np.where(np.asarray(mask) != 0, version - np.asarray(versions, np.int64), 0)
+def token_ages(versions: np.ndarray, version: int) -> np.ndarray:
+    """int64 like versions, of trained tokens: version of the consumer minus the token's."""
+    return version - np.asarray(versions, np.int64)
 
 
-def version_mix(versions: np.ndarray, mask: np.ndarray, version: int) -> dict[str, np.ndarray]:
-    """oldest, newest, mean age, num_versions and start_age of each row; zeros for a row without a trained token."""
-    mask = np.asarray(mask) != 0
-    ages = token_ages(versions, mask, version)
-    own = [row[here] for row, here in zip(ages, mask)]
+def version_mix(ages: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """int64 by trajectory: the oldest and newest age of its trained tokens, how many there are, and the first token's.
+
+    Args:    ages: one array a trajectory, in the order of the text; an empty one gives zeros.
+    """
     return {
-        "oldest": np.array([a.max(initial=0) for a in own], np.int64),
-        "newest": np.array([a.min() if len(a) else 0 for a in own], np.int64),
-        "mean": np.array([a.mean() if len(a) else 0.0 for a in own], np.float64),
-        "num_versions": np.array([len(np.unique(a)) for a in own], np.int64),
-        "start_age": np.array([a[0] if len(a) else 0 for a in own], np.int64),
+        "oldest": np.array([a.max(initial=0) for a in ages], np.int64),
+        "newest": np.array([a.min() if len(a) else 0 for a in ages], np.int64),
+        "num_versions": np.array([len(np.unique(a)) for a in ages], np.int64),
+        "start_age": np.array([a[0] if len(a) else 0 for a in ages], np.int64),
     }
 
 
@@ -32,20 +33,14 @@ def is_fresh(version: int, sampled_version: int, max_staleness: int) -> bool:
 
 
 def buffer_limit(max_staleness: int, batch: int) -> int:
-    """Most finished samples that may wait: (1 + max_staleness) batch."""
+    """Most samples that may be started and not consumed: (1 + max_staleness) batch."""
     return (1 + max_staleness) * batch
 
 
-def capacity(
-    version: int, accepted: int, running: int, *, max_staleness: int, batch: int, slots: int
-) -> int:
-    """How many more may start: min((max_staleness + version + 1) batch - accepted - running, slots - running).
+def admissible(num_open: int, max_staleness: int, batch: int) -> int:
+    """How many more may start while num_open are started and not consumed.
 
-    Source:  AReaL arXiv:2505.24298. May be negative after a resume with a smaller bound.
+    Source:  AReaL arXiv:2505.24298, whose (max_staleness + version + 1) batch - started is this, since version batches
+             are consumed. Negative after a resume with a smaller bound.
     """
-    return min((max_staleness + version + 1) * batch - (accepted + running), slots - running)
-
-
-def may_start(num_started: int, version: int, *, max_staleness: int, batch: int) -> bool:
-    """Whether the num_started-th sample (from 1) may have started at this version: it is consumed in time, in order."""
-    return (num_started - 1) // batch <= version + max_staleness
+    return buffer_limit(max_staleness, batch) - num_open

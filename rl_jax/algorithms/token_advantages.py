@@ -57,21 +57,20 @@ def gae(
     bootstrap: np.ndarray | None = None,
     *,
     gamma: float = 1.0,
-    lam: float | np.ndarray = 1.0,
+    lam: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(advantages, returns = advantages + values), unwhitened.
 
     delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lam A_next, next = the next trained token; after the
     last one V is bootstrap, 0 if None.
 
-    Args:    bootstrap: float[B], for sequences cut by a limit.  lam: a number, or float[B] (length-adaptive).
-    Source:  arXiv:1506.02438; lam by sequence as VAPO arXiv:2504.05118.
+    Args:    bootstrap: float[B], for sequences cut by a limit.
+    Source:  arXiv:1506.02438.
     """
     mask = np.asarray(mask) != 0
     rewards = np.where(mask, np.asarray(token_rewards, np.float64), 0.0)
     values = np.where(mask, np.asarray(values, np.float64), 0.0)
     num_rows, num_columns = mask.shape
-    lam = np.broadcast_to(np.asarray(lam, np.float64), (num_rows,))
     ahead = np.zeros(num_rows) if bootstrap is None else np.asarray(bootstrap, np.float64).copy()
     running = np.zeros(num_rows)
     advantages = np.zeros(mask.shape, np.float64)
@@ -82,11 +81,6 @@ def gae(
         ahead = np.where(here, values[:, t], ahead)
         advantages[:, t] = np.where(here, running, 0.0)
     return advantages, np.where(mask, advantages + values, 0.0)
-
-
-def length_adaptive_lambda(lengths: np.ndarray, alpha: float = 0.05) -> np.ndarray:
-    """1 - 1 / (alpha n), at least 0. Source: VAPO arXiv:2504.05118."""
-    return np.maximum(1.0 - 1.0 / (alpha * np.maximum(np.asarray(lengths, np.float64), 1.0)), 0.0)
 
 
 def on_last_token(rewards: np.ndarray, mask: np.ndarray) -> np.ndarray:

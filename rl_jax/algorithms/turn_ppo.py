@@ -4,20 +4,13 @@ Between GRPO (a token's ratio) and GSPO (a sequence's): one bad turn of a long e
 Source: ROLL's segment ratio. Its clip range is the token's, ours GSPO's.
 """
 
-import numpy as np
-
-from rl_jax.algorithms.advantages import Scored
 from rl_jax.algorithms.algorithm import LossInputs
-from rl_jax.algorithms.group_advantages import group_normalised
-from rl_jax.algorithms.policy import PolicyAlgorithm
+from rl_jax.algorithms.grpo import Grpo
 from rl_jax.algorithms.sequence_losses import turn_ppo
 from rl_jax.algorithms.token_losses import TokenLoss
 
 
-class TurnPpo(PolicyAlgorithm):
-    def estimate(self, scored: Scored) -> list[np.ndarray]:
-        return scored.spread(group_normalised(*scored.totals, eps=self.settings.std_eps))
-
+class TurnPpo(Grpo):
     def loss(self, x: LossInputs) -> TokenLoss:
         s = self.settings
         return turn_ppo(

@@ -27,6 +27,7 @@ class TurnReinforce(PolicyAlgorithm):
             np.concatenate([*returns, np.zeros(0)]),
             dense_ids(keys),
             np.repeat(scored.valid, counts),
+            std_scope=str(self.settings.std_scope),
             eps=self.settings.std_eps,
         )
         ends = np.cumsum(counts)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rl_jax.algorithms.algorithm import Algorithm
+from rl_jax.algorithms.staleness import token_ages, version_mix
 from rl_jax.learner.batch import Batch
 from rl_jax.learner.flops import train_flops
 from rl_jax.learner.mismatch import mismatch_metrics
@@ -137,9 +138,12 @@ def batch_metrics(batch: Batch, version: int, samples: bool) -> dict[str, Metric
         metrics["batch/fill"] = Metric(tokens, batch.tokens.size)
     if (scores := batch.extras.get("reward_scores")) is not None:
         metrics["reward/model"] = Metric.of(values[-1] for _, values in batch.trained(scores))
-    ages = version - batch.versions[batch.targets_mask]
-    if samples and len(ages):
-        low, high = float(ages.min()), float(ages.max())
-        metrics["staleness/mean"] = Metric(float(ages.sum()), len(ages), low, high)
+    ages = [token_ages(versions, version) for _, versions in batch.trained(batch.versions)]
+    if samples and ages:
+        mix, every = version_mix(ages), np.concatenate(ages)
+        low, high = float(mix["newest"].min()), float(mix["oldest"].max())
+        metrics["staleness/mean"] = Metric(float(every.sum()), len(every), low, high)
         metrics["staleness/max"] = Metric(high, 1)
+        metrics["staleness/start"] = Metric.of(mix["start_age"])
+        metrics["staleness/versions"] = Metric.of(mix["num_versions"])
     return metrics

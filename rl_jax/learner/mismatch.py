@@ -1,13 +1,15 @@
 """How far the trainer's log-probs at step start are from those the sampler reported.
 
-With d = logprob - behaviour_logprob and w = exp(d): k1 = mean(-d) estimates KL(behaviour || policy),
+With d = logprob - behaviour_logprob of a token and w = exp(d): k1 = mean(-d) estimates KL(behaviour || policy),
 k2 = mean(d^2) / 2 is biased with little noise, k3 = mean(w - 1 - d) is unbiased and never negative,
 chi2 = mean(w^2) - 1 is what the variance of weighted sums grows with, ess = (mean w)^2 / mean(w^2)
 is 1 iff all weights are equal. abs and k3 are split by lag (consuming version minus the token's; 9
 stands for 9 and more) and by pure or mixed KV: lag 0 pure is numerics alone and is what tests gate,
-the rest is staleness.
+the rest is staleness. Of a sequence w is the product over its tokens, its perplexity exp(-mean log-prob), and every
+sequence counts once.
 Life: 1 `mismatch_totals` sums on the device, a row a bucket; 2 `mismatch_metrics` names and divides
 on the host.
+Source: as verl measures them, without its empty rows; ess predicts collapse, arXiv:2602.17616.
 """
 
 from collections.abc import Mapping
@@ -17,34 +19,43 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from rl_jax.algorithms.ratios import log_ratio
+from rl_jax.algorithms.ratios import clamp, difference
+from rl_jax.algorithms.segments import run_mean, run_starts, run_sum
 from rl_jax.metrics import Metric
 
 MAX_LAG = 9
 BUCKETS = tuple((lag, kind) for lag in range(MAX_LAG + 1) for kind in ("pure", "mixed"))
-COLUMNS = ("count", "abs", "k1", "k2", "k3", "w", "w_squared")
+COLUMNS = ("count", "abs", "k1", "k2", "k3", "w", "w_squared", "prob", "mult")
+SEQUENCE = (
+    "count", "w", "w_squared", "train_ppl", "rollout_ppl", "ppl_gap", "ppl_gap_abs", "ppl_ratio",
+)  # fmt: skip
 PERCENTILES = (50, 99)
 
 
 def mismatch_totals(
-    logprobs: Float[Array, "*N"],
-    behaviour_logprobs: Float[Array, "*N"],
-    mask: Bool[Array, "*N"],
-    lag: Int[Array, "*N"],
-    context_mixed: Bool[Array, "*N"],
+    logprobs: Float[Array, "M R K"],
+    behaviour_logprobs: Float[Array, "M R K"],
+    mask: Bool[Array, "M R K"],
+    lag: Int[Array, "M R K"],
+    context_mixed: Bool[Array, "M R K"],
+    segments: Int[Array, "M R K"],
 ) -> dict[str, jax.Array]:
-    """{"sums": f32[BUCKETS, COLUMNS] over the tokens of mask, and f32[] "abs_max", "abs_p50", "abs_p99".
+    """{"sums": [BUCKETS, COLUMNS] over the tokens of mask, "sequences": [SEQUENCE], and [] "abs_max", "abs_p50", ...}.
 
     abs_p99 is the nearest rank: the smallest |d| that 99 % of the tokens do not exceed. Log-ratios
-    are clamped to +-20.
+    are clamped to +-20 in exponents, those of sequences after summation. segments: as LossInputs.segment_ids.
     """
-    d = log_ratio(logprobs, behaviour_logprobs, mask)
-    w = jnp.exp(d)
-    columns = [jnp.ones_like(d), jnp.abs(d), -d, d * d / 2, jnp.expm1(d) - d, w, w * w]
+    d = difference(logprobs, behaviour_logprobs, mask)
+    w = jnp.exp(clamp(d))
+    policy, behaviour = (jnp.where(mask, x, 0.0) for x in (logprobs, behaviour_logprobs))
+    columns = [
+        jnp.ones_like(d), jnp.abs(d), -d, d * d / 2, jnp.expm1(clamp(d)) - d, w, w * w,
+        jnp.abs(jnp.exp(policy) - jnp.exp(behaviour)), jnp.exp(jnp.abs(clamp(d))),
+    ]  # fmt: skip
     bucket = 2 * jnp.clip(lag, 0, MAX_LAG) + context_mixed.astype(jnp.int32)
     member = (bucket[..., None] == jnp.arange(len(BUCKETS))) & mask[..., None]
     sums = jax.lax.dot(
-        member.reshape(-1, len(BUCKETS)).T.astype(jnp.float32),
+        member.reshape(-1, len(BUCKETS)).T.astype(d.dtype),
         jnp.stack(columns, axis=-1).reshape(-1, len(COLUMNS)),
         precision=jax.lax.Precision.HIGHEST,  # an accelerator's default would round the summands
     )
@@ -58,9 +69,29 @@ def mismatch_totals(
 
     return {
         "sums": sums,
+        "sequences": jax.vmap(_sequence_sums)(policy, behaviour, mask, segments).sum(axis=0),
         "abs_max": jnp.abs(d).max(),
         **{f"abs_p{percent}": percentile(percent) for percent in PERCENTILES},
     }
+
+
+def _sequence_sums(
+    policy: Float[Array, "R K"],
+    behaviour: Float[Array, "R K"],
+    mask: Bool[Array, "R K"],
+    segments: Int[Array, "R K"],
+) -> Float[Array, " S"]:
+    """SEQUENCE, over the sequences with a trained token; both log-probs are 0 off the mask."""
+    starts = run_starts(segments)
+    counted = starts & (run_sum(mask.astype(policy.dtype), starts) > 0)
+    w = jnp.exp(clamp(run_sum(policy - behaviour, starts)))
+    train, rollout = (-run_mean(x, mask, starts) for x in (policy, behaviour))
+    gap = train - rollout
+    columns = [
+        jnp.ones_like(w), w, w * w, jnp.exp(train), jnp.exp(rollout), gap, jnp.abs(gap),
+        jnp.exp(clamp(gap)),
+    ]  # fmt: skip
+    return jnp.where(counted, jnp.stack(columns), 0.0).sum(axis=(1, 2))
 
 
 def mismatch_metrics(totals: Mapping[str, np.ndarray]) -> dict[str, Metric]:
@@ -78,18 +109,32 @@ def mismatch_metrics(totals: Mapping[str, np.ndarray]) -> dict[str, Metric]:
         **{f"mismatch/abs_p{p}": Metric(float(totals[f"abs_p{p}"]), 1) for p in PERCENTILES},
         **{f"mismatch/{name}": Metric(whole[name], count) for name in ("k1", "k2", "k3")},
         "mismatch/chi2": Metric(whole["w_squared"] - count, count),
+        "mismatch/abs_prob": Metric(whole["prob"], count),
+        "mismatch/mult_prob_error": Metric(whole["mult"], count),
         "policy/ratio": Metric(whole["w"], count),
+        **_ess("is/ess", whole),
     }
-    if whole["w_squared"] > 0:
-        metrics["is/ess"] = Metric(whole["w"] ** 2 / (count * whole["w_squared"]), 1)
-    at_lag = [0.0] * (MAX_LAG + 1)
+    sequences = dict(zip(SEQUENCE, np.asarray(totals["sequences"], np.float64).tolist()))
+    num = sequences["count"]
+    metrics |= {f"mismatch/{name}": Metric(sequences[name], num) for name in SEQUENCE[3:]}
+    metrics["mismatch/chi2_sequence"] = Metric(sequences["w_squared"] - num, num)
+    metrics |= _ess("is/ess_sequence", sequences)
+    at_lag = [dict.fromkeys(COLUMNS, 0.0) for _ in range(MAX_LAG + 1)]
     for (lag, kind), bucket in zip(BUCKETS, buckets):
-        at_lag[lag] += bucket["count"]
+        at_lag[lag] = {name: at_lag[lag][name] + bucket[name] for name in COLUMNS}
         if bucket["count"]:
             for name in ("abs", "k3"):
                 label = "abs_mean" if name == "abs" else name
                 metrics[f"mismatch/{label}_lag{lag}_{kind}"] = Metric(bucket[name], bucket["count"])
-    for lag, tokens in enumerate(at_lag):
-        if tokens:
-            metrics[f"staleness/share_lag{lag}"] = Metric(tokens, count)
+    for lag, sums in enumerate(at_lag):
+        if sums["count"]:
+            metrics[f"staleness/share_lag{lag}"] = Metric(sums["count"], count)
+            metrics |= _ess(f"is/ess_lag{lag}", sums)
     return metrics
+
+
+def _ess(name: str, sums: Mapping[str, float]) -> dict[str, Metric]:
+    """(mean w)^2 / mean(w^2), where the weights are not all 0."""
+    if sums["w_squared"] <= 0:
+        return {}
+    return {name: Metric(sums["w"] ** 2 / (sums["count"] * sums["w_squared"]), 1)}

@@ -211,6 +211,7 @@ def make_step(
                 batch["target_mask"],
                 batch["lag"],
                 batch["context_mixed"],
+                batch["target_segments"],
             )
         return state_after, {"sums": sums, "mismatch": mismatch}
 

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rl_jax.algorithms.staleness import buffer_limit, is_fresh
 from rl_jax.ledger import EpisodeRef, Ledger, LedgerError
 from rl_jax.metrics import Metric
 from rl_jax.rollout.curriculum import ANY
@@ -104,7 +105,7 @@ class SampleBuffer:
     @property
     def limit(self) -> int:
         """Groups it may hold, taken ones included."""
-        return (1 + self._settings.max_staleness) * self._settings.batch_groups
+        return buffer_limit(self._settings.max_staleness, self._settings.batch_groups)
 
     # --- the rollout's side -----------------------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ class SampleBuffer:
         reason = None
         with self._change:
             self._selection.saw(group)
-            if self._version - oldest > self._settings.max_staleness:
+            if not self._is_fresh(self._version, oldest):
                 reason = "stale"
             elif chosen is None:
                 reason = reasons[group.uid]
@@ -333,11 +334,13 @@ class SampleBuffer:
         return group.tag if group.tag in self.tags else ANY
 
     def _pop_stale(self, version: int) -> list[Entry]:
-        oldest_allowed = version - self._settings.max_staleness
-        stale = [entry for entry in self._entries if entry.oldest_version < oldest_allowed]
+        stale = [e for e in self._entries if not self._is_fresh(version, e.oldest_version)]
         if stale:
-            self._entries = [e for e in self._entries if e.oldest_version >= oldest_allowed]
+            self._entries = [e for e in self._entries if self._is_fresh(version, e.oldest_version)]
         return stale
+
+    def _is_fresh(self, version: int, oldest: int) -> bool:
+        return is_fresh(version, oldest, self._settings.max_staleness)
 
     def _check_sha256(self, trajectory: Trajectory) -> None:
         """E5: equal at the COMPLETED record and here."""

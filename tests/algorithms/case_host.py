@@ -11,13 +11,16 @@ from rl_jax.algorithms import agent_advantages as agents
 from rl_jax.algorithms import correction, curriculum, distill, filters, kl, shaping, staleness
 from rl_jax.algorithms import group_advantages as group
 from rl_jax.algorithms import token_advantages as token
+from rl_jax.algorithms.advantages import trains_scored
 from rl_jax.algorithms.aggregate import token_weights
 from rl_jax.algorithms.entropy import applied_entropy_coef, next_entropy_coef
-from rl_jax.algorithms.mismatch import mismatch_measures
 from rl_jax.algorithms.preference import Side, pair_loss
 from rl_jax.algorithms.routing import replayed_gate
 from rl_jax.engine.sampling import allowed_tokens
 from rl_jax.learner.logprobs import token_logprobs
+from rl_jax.learner.mismatch import mismatch_metrics, mismatch_totals
+from rl_jax.testing.trajectories import fake_trajectory
+from rl_jax.types import Outcome
 from tests.algorithms.case_ops import Arrays, HostOp, Outputs, Params, chosen, runs
 
 
@@ -217,12 +220,12 @@ def dpo(a: Arrays, p: Params) -> Outputs:
 
 def distill_full(a: Arrays, p: Params) -> Outputs:
     mask, beta = np.asarray(a["mask"]) != 0, p.get("beta", 0.5)
-    teacher = jnp.where(mask[..., None], a["teacher_logits"], 0.0)
+    teacher = jnp.asarray(a["teacher_logits"])
     weights = token_weights(mask, "token-mean")
 
     def mean(of):
         def total(student):
-            return (weights * of(jnp.where(mask[..., None], student, 0.0), teacher)).sum()
+            return (weights * of(student, teacher)).sum()
 
         return jax.jit(jax.value_and_grad(total))(jnp.asarray(a["student_logits"]))
 
@@ -254,18 +257,28 @@ def m2po(a: Arrays, p: Params) -> Outputs:
     return {"keep": keep, "dropped": int((np.asarray(a["mask"]) != 0).sum() - keep.sum())}
 
 
+TOTALS = jax.jit(mismatch_totals, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def measures(a: Arrays, p: Params) -> Outputs:
+    """What a step logs, of its trained tokens as they lie in the rows."""
     names = {
-        "abs_logp_diff": "abs_mean",
-        "max_abs_logp_diff": "abs_max",
-        "abs_prob_diff": "abs_prob",
-        "rollout_ppl": "behaviour_ppl",
-        "log_ppl_gap_mean": "log_ppl_gap",
-        "chi2_seq": "chi2_sequence",
-        "ess_seq": "ess_sequence",
+        "abs_mean": "abs_logp_diff",
+        "abs_max": "max_abs_logp_diff",
+        "abs_prob": "abs_prob_diff",
+        "ppl_gap": "log_ppl_gap_mean",
+        "ppl_gap_abs": "log_ppl_gap_abs",
+        "chi2": "chi2_token",
+        "chi2_sequence": "chi2_seq",
+        "ess": "ess_token",
+        "ess_sequence": "ess_seq",
     }
-    out = mismatch_measures(a["train_logp"], a["rollout_logp"], a["mask"])
-    return out | {theirs: out[ours] for theirs, ours in names.items()}
+    mask = np.asarray(a["mask"]) != 0
+    every = [a["train_logp"], a["rollout_logp"], mask, 0 * mask, 0 * mask > 0, 0 * mask + 1]
+    totals = TOTALS(*(jnp.asarray(x)[None] for x in every))
+    metrics = mismatch_metrics(jax.device_get(totals))
+    found = {name.rpartition("/")[2]: metric.mean for name, metric in metrics.items()}
+    return {names.get(name, name): value for name, value in found.items()}
 
 
 def replay(a: Arrays, p: Params) -> Outputs:
@@ -336,6 +349,12 @@ def overlong(a: Arrays, p: Params) -> Outputs:
     return {"penalty": penalty, "rewards": np.asarray(a["rewards"]) + penalty}
 
 
+def overlong_filter(a: Arrays, p: Params) -> Outputs:
+    ends = [Outcome.TRUNCATED if cut else Outcome.OK for cut in np.asarray(a["truncated"]) != 0]
+    trains = [trains_scored(fake_trajectory(outcome=end), overlong_filter=True) for end in ends]
+    return {"mask": np.where(np.array(trains)[:, None], a["mask"], 0)}
+
+
 def alpha_filter(a: Arrays, p: Params) -> Outputs:
     fresh = {
         t["id"]: staleness.is_fresh(p["train_version"], t["start_version"], p["alpha"])
@@ -351,20 +370,24 @@ def alpha_filter(a: Arrays, p: Params) -> Outputs:
 
 
 def eta_capacity(a: Arrays, p: Params) -> Outputs:
-    bounds = {"max_staleness": p["eta"], "batch": p["batch"], "slots": p["max_concurrent"]}
+    """As the scheduler: what the bound admits, and no more than there are slots."""
+
+    def capacity(version: int, accepted: int, running: int) -> int:
+        num_open = accepted + running - version * p["batch"]
+        bound = staleness.admissible(num_open, p["eta"], p["batch"])
+        return min(bound, p["max_concurrent"] - running)
+
     return {
-        "capacity": [
-            staleness.capacity(s["version"], s["accepted"], s["running"], **bounds)
-            for s in a["states"]
-        ],
+        "capacity": [capacity(s["version"], s["accepted"], s["running"]) for s in a["states"]],
         "queue_limit": staleness.buffer_limit(p["eta"], p["batch"]),
     }
 
 
 def eta_check(a: Arrays, p: Params) -> Outputs:
-    bounds = {"max_staleness": p["eta"], "batch": p["batch"]}
+    """Whether the n-th may have started: those before it left room."""
     pairs = zip(np.asarray(a["n_generated"], int).tolist(), np.asarray(a["version"], int).tolist())
-    return {"ok": [staleness.may_start(n, v, **bounds) for n, v in pairs]}
+    before = [n - 1 - v * p["batch"] for n, v in pairs]
+    return {"ok": [staleness.admissible(num, p["eta"], p["batch"]) > 0 for num in before]}
 
 
 def prox_loglinear(a: Arrays, p: Params) -> Outputs:
@@ -379,13 +402,14 @@ def prox_loglinear(a: Arrays, p: Params) -> Outputs:
 def version_mix(a: Arrays, p: Params) -> Outputs:
     version, limit = p["train_version"], p["max_age"]
     mask = np.asarray(a["mask"]) != 0
-    ages = staleness.token_ages(np.asarray(a["versions"], int), mask, version)
-    mix = staleness.version_mix(np.asarray(a["versions"], int), mask, version)
+    ages = np.where(mask, staleness.token_ages(a["versions"], version), 0)
+    own = [row[here] for row, here in zip(ages, mask)]
+    mix = staleness.version_mix(own)
     return {
         "token_age": ages,
         "oldest_age": mix["oldest"],
         "newest_age": mix["newest"],
-        "mean_age": mix["mean"],
+        "mean_age": [row.mean() if len(row) else 0.0 for row in own],
         "n_versions": mix["num_versions"],
         "keep_by_start": mix["start_age"] <= limit,
         "token_keep": mask & (ages <= limit),
@@ -422,10 +446,8 @@ HOST: dict[str, HostOp] = {
     "curriculum.spo": HostOp(spo, rows="fixed"),
     "filter.difficulty": HostOp(difficulty, rows="fixed"),
     "filter.dynamic_sampling": HostOp(dynamic_sampling, rows="fixed"),
-    "filter.overlong": HostOp(
-        lambda a, p: {"mask": shaping.without_truncated(a["mask"], a["truncated"])}
-    ),
-    "loss.distill_full": HostOp(distill_full),
+    "filter.overlong": HostOp(overlong_filter),
+    "loss.distill_full": HostOp(distill_full, selects=False),
     "loss.dpo": HostOp(
         dpo,
         rows="rows",

@@ -90,9 +90,7 @@ def full_grpo(a: Arrays, p: Params) -> TokenLoss:
 
 def entropy(a: Arrays, p: Params) -> TokenLoss:
     targets = jnp.zeros(a["mask"].shape, int)
-    logits = jnp.where(a["mask"][..., None], a["logits"], 0.0)
-    _, values = token_logprobs(logits, targets, p.get("temperature", 1.0))
-    values = jnp.where(a["mask"], values, 0.0)
+    _, values = token_logprobs(a["logits"], targets, p.get("temperature", 1.0))
     return TokenLoss(entropy_loss(values, a["mask"], p.get("coef", 0.0)), {"entropy": values})
 
 
@@ -153,7 +151,7 @@ DROP = {**TOKEN, "drop_frac": ("share", "clipped")}
 SEQ = "seq-mean-token-mean"
 
 LOSSES: dict[str, LossOp] = {
-    "agg": LossOp(lambda a, p: TokenLoss(jnp.where(a["mask"], a["x"], 0.0), {}), variable="x"),
+    "agg": LossOp(lambda a, p: TokenLoss(a["x"], {}), variable="x", is_raw=True),
     "kl": LossOp(kl_loss, outputs={"per_token": ("token", "loss")}),
     "kl.unbiased": LossOp(unbiased, outputs={"per_token": ("token", "loss")}),
     "loss.cispo": LossOp(
@@ -177,7 +175,9 @@ LOSSES: dict[str, LossOp] = {
         ),
         outputs=DROP,
     ),
-    "loss.entropy": LossOp(entropy, variable="logits", outputs={"entropy": ("token", "entropy")}),
+    "loss.entropy": LossOp(
+        entropy, variable="logits", outputs={"entropy": ("token", "entropy")}, selects=False
+    ),
     "loss.full_grpo": LossOp(
         full_grpo, outputs={"pg_loss": ("total", "policy"), "kl": ("total", "kl")}
     ),

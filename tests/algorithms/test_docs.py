@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 
 import rl_jax.algorithms as table
-from rl_jax import schema
-from rl_jax.algorithms import ALGORITHMS, options
+from rl_jax import launch, schema
+from rl_jax.algorithms import ALGORITHMS, options, sequence_losses, token_losses
+from rl_jax.algorithms.rules import rules
 from rl_jax.settings import AlgorithmSettings
 from rl_jax.testing.trajectories import fake_group
 from tests.algorithms import test_common
 from tests.algorithms.test_common import estimates, make
+from tests.test_exit_codes import CONFIG
 
+EXAMPLE_CODE = r"```python\n# rl_jax/algorithms/[^\n]*\n(.*?)```"
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+EXAMPLE = re.findall(EXAMPLE_CODE, PAGE, re.S)  # the file, and the line of the table
 SECTIONS = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##)", PAGE, re.S | re.M))
-COMMON = {
-    **table._SHARED,
-    "old_policy": "behaviour",
-}  # what every policy algorithm reads, and its usual value
+COMMON = {**table.RATIO, **table.STD}  # what most policy algorithms read, and its usual value
 
 
 def test_the_page_lists_the_table_in_its_order():
@@ -48,19 +49,54 @@ def test_every_option_of_the_page_exists():
     assert [k for k in keys if not {k, f"algorithm.{k}"} & known] == []
 
 
+def test_the_page_names_the_readers_of_std_scope():
+    (told,) = re.findall(r"divide by a std: ([^.]*)\.", PAGE)
+    readers = [name for name, entry in ALGORITHMS.items() if "std_scope" in entry.defaults]
+    assert re.findall(r"`(\w+)`", told) == readers
+    (alone,) = re.findall(r"\. ([^.]*) read `std_eps` alone", PAGE)
+    others = {name for name, entry in ALGORITHMS.items() if "std_eps" in entry.defaults}
+    assert set(re.findall(r"`(\w+)`", alone)) == others - set(readers)
+
+
+def test_functions_that_no_name_has_are_named_where_the_page_says_so():
+    rows = PAGE[PAGE.index("## What is not offered") : PAGE.index("## Alarms")]
+    for name in ("dppo_kl_reg", "kimi_token", "gspo_token"):
+        assert f"`{name}`" in rows and (
+            hasattr(token_losses, name) or hasattr(sequence_losses, name)
+        )
+
+
 @pytest.fixture
-def example(tmp_path, monkeypatch):
-    """The page's file and its line of the table, as a contributor would add them, beside the real ones."""
-    code, line = re.findall(r"```python\n# rl_jax/algorithms/[^\n]*\n(.*?)```", PAGE, re.S)
+def package(tmp_path, monkeypatch):
+    """The page's file as a package of somebody else."""
+    code, _ = EXAMPLE
     (tmp_path / "added_algorithms").mkdir()
     (tmp_path / "added_algorithms" / "rank.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
+    yield "added_algorithms.rank:Rank"
+    sys.modules.pop("added_algorithms.rank", None)
+
+
+@pytest.fixture
+def example(package, monkeypatch):
+    """And its line of the table, as a contributor would add them, beside the real ones."""
+    _, line = EXAMPLE
     line = line.replace("rl_jax.algorithms.rank", "added_algorithms.rank")
     ((name, entry),) = eval("{" + line + "}", vars(table)).items()
     monkeypatch.setitem(ALGORITHMS, name, entry)
     yield name
-    sys.modules.pop("added_algorithms.rank", None)
     test_common.jitted.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "words", [["--dry_run"], pytest.param(["--config.steps=2"], marks=pytest.mark.slow)]
+)
+def test_the_same_class_runs_as_a_plugin(package, tmp_path, capsys, words):
+    """Word by word as it stands on the page, without a line of the table."""
+    words = [CONFIG, f"--run_dir={tmp_path / 'run'}", f"--config.algorithm.name={package}", *words]
+    assert launch.main(words) == 0, capsys.readouterr().err
+    own = options.resolved(AlgorithmSettings(name=package))
+    assert own.ratio_max == 4.0 and own.clip_low is None
 
 
 def test_an_algorithm_in_one_file_and_one_line_passes_the_common_suite(example):
@@ -69,8 +105,8 @@ def test_an_algorithm_in_one_file_and_one_line_passes_the_common_suite(example):
     assert taken == suite and len(taken) >= 10
     for check in taken:
         check(make(example))
-    assert list(options.rules(AlgorithmSettings(name=example), group_size=4)) == []
-    refused = list(options.rules(AlgorithmSettings(name=example, tau=0.5), group_size=4))
+    assert list(rules(AlgorithmSettings(name=example), group_size=4)) == []
+    refused = list(rules(AlgorithmSettings(name=example, tau=0.5), group_size=4))
     assert len(refused) == 1 and "tau=0.5 is not read by rank" in refused[0]
 
 

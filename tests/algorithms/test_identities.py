@@ -10,15 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_jax.algorithms import correction, kl, staleness
+from rl_jax.algorithms import ALGORITHMS, correction, kl, staleness
 from rl_jax.algorithms import sequence_losses as sequence
 from rl_jax.algorithms import token_losses as token
 from rl_jax.algorithms.aggregate import AGGREGATIONS, token_weights
 from rl_jax.algorithms.algorithm import LossInputs
 from rl_jax.algorithms.group_advantages import group_normalised, leave_one_out
-from rl_jax.algorithms.mismatch import effective_sample_size, mismatch_measures
 from rl_jax.algorithms.preference import Side, pair_loss
 from rl_jax.algorithms.token_advantages import discounted_returns, gae, whiten, whiten_parts
+from rl_jax.learner.mismatch import mismatch_metrics, mismatch_totals
+from rl_jax.settings import CorrectionSettings
+from rl_jax.testing.trajectories import fake_group
+from tests.algorithms.test_common import estimates, make
+from tests.algorithms.test_whole_batch import members_of
 
 FEW = settings(max_examples=8, deadline=None, database=None, derandomize=True)
 SEEDS = st.integers(0, 2**31 - 1)
@@ -48,6 +52,7 @@ def batch_of(seed, one_token=False):
     )
 
 
+TOTALS = jax.jit(mismatch_totals, compiler_options={"xla_backend_optimization_level": 0})
 LOSSES = {
     "reinforce": token.reinforce,
     "ppo": lambda x: token.ppo(x, clip_low=0.2, clip_high=0.2),
@@ -195,12 +200,29 @@ def test_5_kl_estimates_are_not_negative_and_the_unbiased_one_pulls_as_k2(seed):
 @given(SEEDS)
 def test_6_effective_sample_size(seed):
     x = batch_of(seed)
-    out = mismatch_measures(x.logprobs, x.behaviour_logprobs, x.mask)
-    w = np.exp((x.logprobs - x.behaviour_logprobs)[x.mask])
-    assert 0 < out["ess_token"] <= 1 and 0 < out["ess_sequence"] <= 1
-    assert out["chi2_token"] == pytest.approx(w.mean() ** 2 / out["ess_token"] - 1, abs=1e-9)
-    assert effective_sample_size(np.full(5, 3.7)) == pytest.approx(1.0, abs=1e-12)
-    assert out["ess_token"] < 1 or np.ptp(w) < 1e-7
+    off = np.zeros(x.mask.shape)
+    equal = np.where(
+        x.mask, x.logprobs - 0.3, 0.0
+    )  # every token's weight is the same; the sequences' are not
+    with jax.enable_x64(True):
+        out, same = (
+            mismatch_metrics(
+                TOTALS(
+                    *(jnp.asarray(a)[None] for a in (x.logprobs, old, x.mask, off.astype(int))),
+                    *(jnp.asarray(a)[None] for a in (off > 0, x.segment_ids)),
+                )
+            )
+            for old in (x.behaviour_logprobs, equal)
+        )
+    d = x.logprobs - x.behaviour_logprobs
+    for weights, ess, chi2 in (
+        (np.exp(d[x.mask]), "is/ess", "mismatch/chi2"),
+        (np.exp(d.sum(axis=1)), "is/ess_sequence", "mismatch/chi2_sequence"),
+    ):
+        assert 0 < out[ess].mean <= 1
+        assert out[chi2].mean == pytest.approx(weights.mean() ** 2 / out[ess].mean - 1, abs=1e-9)
+        assert out[ess].mean < 1 or np.ptp(weights) < 1e-7
+    assert same["is/ess"].mean == same["is/ess_lag0"].mean == pytest.approx(1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("beta", [0.05, 0.1, 0.5])
@@ -229,10 +251,25 @@ def test_8_weights_never_exceed_the_cap_and_filters_only_take_away(seed, level, 
         keep = correction.passes(gap, stat="ratio", level="token", high=high, low=1 / high)
     assert (np.asarray(weights) <= high + 1e-12).all()
     assert not np.asarray(weights)[~x.mask].any()
-    _, plain = run("ppo", x)
-    kept = np.asarray(keep)
-    filtered = np.where(kept, plain, 0.0)  # weights hold the whole count: others do not change
-    assert (np.abs(filtered) <= np.abs(plain)).all()
+    ratio = np.exp(x.old_logprobs - x.behaviour_logprobs)
+    np.testing.assert_array_equal(keep, x.mask & (ratio <= high) & (ratio >= 1 / high))
+    given = CorrectionSettings(reject_stat="ratio", reject_high=high, reject_low=1 / high)
+    plain, filtered = (
+        gradient_of(make("grpo", old_policy="recompute", correction=c), x)
+        for c in (CorrectionSettings(), given)
+    )
+    # Exactly the others keep their loss, and exactly theirs: weights hold the whole count.
+    np.testing.assert_array_equal(filtered, np.where(keep, plain, 0.0))
+    assert (plain != 0).any()
+
+
+def gradient_of(algorithm, x):
+    def total(logprobs):
+        loss, _ = algorithm.token_loss(replace(x, logprobs=logprobs))
+        return (token_weights(x.mask, "seq-mean-token-mean") * loss).sum()
+
+    with jax.enable_x64(True):
+        return np.asarray(jax.grad(total)(jnp.asarray(x.logprobs)))
 
 
 @FEW
@@ -264,6 +301,45 @@ def test_9_an_observation_changes_no_return_and_no_token_loss(seed, at, width):
             )
 
 
+GROUPED = [n for n, e in ALGORITHMS.items() if e.policy and e.compares]
+
+
+@pytest.mark.parametrize("name", [n for n in GROUPED if n not in ("gigpo", "turn_reinforce")])
+@FEW
+@given(SEEDS, st.integers(1, 4))
+def test_9_an_observation_changes_no_advantage_of_a_group(name, seed, width):
+    """Between any two turns; a turn-level estimator sees the same turns."""
+    rng = np.random.default_rng(seed)
+    groups = [
+        fake_group(i, rng.normal(size=3).tolist(), rng.integers(8, 16, 3).tolist(), seed=seed)
+        for i in range(2)
+    ]
+    wider = [
+        replace(g, trajectories=tuple(with_gap(t, width) for t in g.trajectories)) for g in groups
+    ]
+    algorithm = make(name)
+    for plain, gapped, t, w in zip(
+        estimates(algorithm, groups),
+        estimates(algorithm, wider),
+        members_of(groups),
+        members_of(wider),
+    ):
+        np.testing.assert_allclose(gapped[w.loss_mask], plain[t.loss_mask], atol=1e-6)
+        assert not gapped[~w.loss_mask].any()
+
+
+def with_gap(trajectory, width):
+    """The trajectory with `width` more tokens of observation before its second turn."""
+    at = int(np.argmax(trajectory.turn_ids == 1))
+    fills = {"tokens": 9, "loss_mask": False, "logprobs": 0, "versions": -1, "context_mixed": False}
+    arrays = {n: getattr(trajectory, n) for n in fills} | {"turn_ids": trajectory.turn_ids}
+    fills["turn_ids"] = 0
+    return replace(
+        trajectory,
+        **{n: np.insert(a, [at] * width, fills[n]).astype(a.dtype) for n, a in arrays.items()},
+    )
+
+
 @FEW
 @given(SEEDS, st.integers(0, 3), st.integers(1, 8), st.integers(1, 24))
 def test_10_what_is_consumed_is_never_older_than_the_bound(seed, max_staleness, batch, slots):
@@ -274,10 +350,9 @@ def test_10_what_is_consumed_is_never_older_than_the_bound(seed, max_staleness, 
     done: list[int] = []
     for _ in range(400):
         event = rng.integers(3)
-        room = staleness.capacity(
-            version, accepted, len(running), max_staleness=max_staleness, batch=batch, slots=slots
-        )
-        if event == 0 and room > 0:
+        num_open = accepted + len(running) - version * batch
+        room = staleness.admissible(num_open, max_staleness, batch)
+        if event == 0 and min(room, slots - len(running)) > 0:
             running.append(version)
         elif event == 1 and running:
             last = len(running) - 1  # the oldest are stragglers

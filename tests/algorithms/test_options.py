@@ -9,6 +9,7 @@ import pytest
 
 from rl_jax.algorithms import ALGORITHMS, options
 from rl_jax.algorithms.algorithm import LossInputs
+from rl_jax.algorithms.rules import rules
 from rl_jax.settings import (
     AlgorithmSettings,
     CorrectionSettings,
@@ -17,11 +18,11 @@ from rl_jax.settings import (
     OverlongSettings,
 )
 from rl_jax.testing.trajectories import fake_group
-from tests.algorithms.test_common import estimates, make, some_groups, some_inputs
+from tests.algorithms.test_common import estimates, extras_of, make, some_groups, some_inputs
 
 
 def errors(group_size=4, **given):
-    return list(options.rules(AlgorithmSettings(**given), group_size))
+    return list(rules(AlgorithmSettings(**given), group_size))
 
 
 def test_a_given_value_wins_over_the_algorithms_own():
@@ -72,7 +73,13 @@ def test_needs_follow_the_options():
         ({"kl": KlSettings(0.1, "loss", "k3", 0.5)}, "in the reward only"),
         ({"correction": CorrectionSettings(level="token")}, "old_policy to one_update"),
         ({"name": "topr", "correction": CorrectionSettings(level="token")}, "set it to none"),
-        ({"correction": CorrectionSettings(low=3.0)}, "must be below high=2"),
+        (
+            {
+                "old_policy": "recompute",
+                "correction": CorrectionSettings(level="token", low=3.0),
+            },
+            "must be below high=2",
+        ),
         ({"correction": CorrectionSettings(reject_stat="k3", reject_level="segment")}, "no k3"),
         ({"correction": CorrectionSettings(reject_stat="k3", reject_low=1.0)}, "stat ratio only"),
         ({"correction": CorrectionSettings(m2po=0.04)}, "needs algorithm.old_policy=recompute"),
@@ -99,6 +106,88 @@ def test_what_contradicts_is_refused_with_the_fix(given, line):
     size = 1 if given.get("name") == "reinforce_pp" else 4
     found = [e for e in errors(size, **given) if line in e]
     assert len(found) == 1, errors(size, **given)
+
+
+NO_STD = [name for name, entry in ALGORITHMS.items() if "std_eps" not in entry.defaults]
+
+
+@pytest.mark.parametrize("name", NO_STD)
+def test_what_divides_by_no_std_reads_no_eps(name):
+    (line,) = errors(name=name, std_eps=0.1)
+    assert line.startswith(f"algorithm.std_eps=0.1 is not read by {name} but by grpo, ")
+
+
+ONE = {"old_policy": "one_update"}
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        *[
+            ({"name": n, "entropy_coef": 0.1}, f"entropy_coef=0.1 is not read by {n} but by")
+            for n in ("sft", "dpo", "rm")
+        ],
+        *[
+            ({"name": n, "overlong_filter": True}, f"overlong_filter=True is not read by {n} but")
+            for n in ("sft", "rm")
+        ],
+        (
+            {"name": "opd", "overlong": OverlongSettings(4, 6)},
+            "overlong.buffer=4 is not read by opd",
+        ),
+        (
+            {"correction": CorrectionSettings(high=3.0)},
+            "correction.high=3.0 bounds importance weights",
+        ),
+        (
+            {"correction": CorrectionSettings(low=0.5)},
+            "correction.low=0.5 bounds importance weights",
+        ),
+        ({"correction": CorrectionSettings(mode="mask")}, "correction.mode=mask bounds importance"),
+        (
+            {"name": "decoupled_ppo", "correction": CorrectionSettings(level="none", high=3.0)},
+            "correction.high=3.0 bounds importance weights",
+        ),
+        ({"kl": KlSettings(0.1, horizon=5)}, "kl.horizon=5 has no effect while kl.target is 0"),
+        (
+            {"kl": KlSettings(0.1, "reward", horizon=5)},
+            "kl.horizon=5 has no effect while kl.target",
+        ),
+        ({"overlong": OverlongSettings(factor=2.0)}, "overlong.factor=2.0 has no effect while"),
+        (
+            {"name": "dpo", "preference": "ipo", "label_smoothing": 0.1},
+            "label_smoothing=0.1 is read by preference=sigmoid only",
+        ),
+        ({**ONE, "clip_low": 0.1}, "clip_low=0.1 has no effect at algorithm.old_policy=one_update"),
+        ({**ONE, "dual_clip": 3.0}, "dual_clip=3.0 has no effect at algorithm.old_policy"),
+        ({**ONE, "name": "sapo", "tau_pos": 2.0}, "tau_pos=2.0 has no effect"),
+        ({**ONE, "name": "kimi", "tau": 2.0}, "tau=2.0 has no effect"),
+        ({**ONE, "name": "dppo", "div_low": 0.1}, "div_low=0.1 has no effect"),
+        ({**ONE, "name": "cispo", "ratio_max": 2.0}, "ratio_max=2.0 has no effect"),
+        ({"std_scope": "none", "std_eps": 0.1}, "std_eps=0.1 has no effect at std_scope=none"),
+        ({"name": "rloo", "std_eps": 0.1}, "std_eps=0.1 has no effect at normalize=false"),
+    ],
+)
+def test_what_would_be_ignored_is_refused_with_the_fix(given, line):
+    found = [error for error in errors(4, **given) if line in error]
+    assert len(found) == 1 and ";" in found[0], errors(4, **given)
+
+
+def test_a_bound_that_excludes_a_ratio_of_one_is_no_idle_one():
+    assert errors(name="cispo", **ONE, ratio_max=0.5) == []
+    assert errors(name="cispo", **ONE, ratio_min=1.5) == []
+
+
+def test_what_a_file_gives_to_every_policy_algorithm_is_refused_only_where_it_was_typed():
+    """The name was typed over a file for another algorithm, as the quickstart is."""
+    sft = AlgorithmSettings(name="sft", entropy_coef=0.01)
+    assert list(rules(sft, 4, {"algorithm.name"})) == []
+    assert len(list(rules(sft, 4, {"algorithm.name", "algorithm.entropy_coef"}))) == 1
+    assert len(list(rules(sft, 4))) == 1
+    clipped = AlgorithmSettings(name="sft", clip_low=0.1)
+    assert (
+        len(list(rules(clipped, 4, {"algorithm.name"}))) == 1
+    )  # given to one, and not its default
 
 
 def test_filters_drop_groups_by_the_task_reward_and_say_why():
@@ -195,11 +284,70 @@ def test_a_reward_models_score_joins_the_reward_before_groups_are_compared():
     assert [uid for uid, _ in flat.select(groups)[1]] == ["r/0/1", "r/0/2"]  # by the task alone
 
 
+@pytest.mark.parametrize("coef", [0.1, 0.5])
+def test_kl_in_the_reward_by_hand(coef):
+    """k1: the sum of log p - log p_ref over the tokens, here -0.2 of what was sampled at; R - coef KL is centred."""
+    group = fake_group(0, [1.0, 0.0], [8, 9])
+    kl = [-0.2 * float(t.logprobs[t.loss_mask].sum()) for t in group.trajectories]
+    assert min(kl) > 1.0  # log p is about -log of the vocabulary
+    shaped = np.array([1.0 - coef * kl[0], 0.0 - coef * kl[1]])
+    want = shaped - shaped.mean()
+    algorithm = make("dr_grpo", kl=KlSettings(coef=coef, where="reward"))
+    values = estimates(algorithm, [group])
+    assert [float(v[t.loss_mask][0]) for v, t in zip(values, group.trajectories)] == pytest.approx(
+        list(want), abs=1e-5
+    )
+
+
+def test_a_turn_pays_for_the_kl_of_its_own_tokens_and_of_those_after_it():
+    """turn_reinforce by hand: two members of two turns whose first turns are equal but for what comes after them."""
+    group = fake_group(0, [0.0, 0.0], [9, 9])
+    first, second = (t.logprobs * 0 for t in group.trajectories)
+    members = [replace(t, logprobs=l) for t, l in zip(group.trajectories, (first, second))]
+    reference = [np.zeros(9, np.float32), np.zeros(9, np.float32)]
+    last = members[0].turn_ids == 1
+    reference[0][
+        last & members[0].loss_mask
+    ] = -1.0  # KL 1 a token of the last turn, of member 0 alone
+    extras = {"reference_logprobs": reference}
+    algorithm = make("turn_reinforce", kl=KlSettings(coef=0.1, where="reward"))
+    values, _ = algorithm.advantages([replace(group, trajectories=tuple(members))], extras, None)
+    half = np.sqrt(0.5)
+    for value, sign in zip(values, (-1, 1)):
+        for turn in (0, 1):
+            own = value[(members[0].turn_ids == turn) & members[0].loss_mask]
+            assert own == pytest.approx(sign * half, abs=1e-4)
+    reference[0][last] = 0.0
+    reference[0][
+        (members[0].turn_ids == 0) & members[0].loss_mask
+    ] = -1.0  # of the first turn alone
+    values, _ = algorithm.advantages([replace(group, trajectories=tuple(members))], extras, None)
+    assert values[0][(members[0].turn_ids == 0) & members[0].loss_mask] == pytest.approx(
+        -half, abs=1e-4
+    )
+    assert not values[0][last].any()
+
+
+def test_kl_controller_counts_the_samples_of_the_step():
+    """0.1 (1 + 0.2 n / horizon): the KL is far above the target, so the error is at its bound."""
+    groups = some_groups()
+    num = sum(len(group.trajectories) for group in groups)
+    given = KlSettings(coef=0.1, where="reward", kind="k2", target=1e-6, horizon=100)
+    _, state = make("grpo", kl=given).advantages(groups, extras_of(groups), None)
+    assert state["kl_coef"] == pytest.approx(0.1 * (1 + 0.2 * num / 100))
+
+
+def test_the_kind_of_a_kl_follows_from_where_it_stands():
+    for where, kind in (("reward", "k1"), ("loss", "k3")):
+        own = options.resolved(AlgorithmSettings(kl=KlSettings(coef=0.1, where=where)))
+        assert own.kl.kind == kind and errors(kl=KlSettings(coef=0.1, where=where)) == []
+    given = AlgorithmSettings(kl=KlSettings(coef=0.1, where="reward", kind="k3"))
+    assert options.resolved(given).kl.kind == "k3"
+
+
 def test_kl_controller_lives_in_the_algorithms_state():
     given = KlSettings(coef=0.1, where="reward", kind="k2", target=1e-6)
     groups = some_groups()
-    from tests.algorithms.test_common import extras_of
-
     _, state = make("grpo", kl=given).advantages(groups, extras_of(groups), None)
     assert state["kl_coef"] > 0.1
     _, later = make("grpo", kl=given).advantages(groups, extras_of(groups), state)

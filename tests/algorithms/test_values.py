@@ -11,10 +11,18 @@ from rl_jax.algorithms.advantages import is_scored
 from rl_jax.algorithms.aggregate import AGGREGATIONS, sequence_weights, token_weights
 from rl_jax.algorithms.algorithm import LossInputs
 from rl_jax.algorithms.dr_grpo import DrGrpo
-from rl_jax.algorithms.group_advantages import group_normalised, leave_one_out
+from rl_jax.algorithms.group_advantages import (
+    best_of_group,
+    group_normalised,
+    leave_one_out,
+    length_weighted,
+    max_likelihood,
+    multi_reward,
+)
 from rl_jax.algorithms.grpo import Grpo
 from rl_jax.algorithms.rloo import Rloo
 from rl_jax.algorithms.sft import Sft
+from rl_jax.algorithms.token_advantages import whiten
 from rl_jax.algorithms.token_losses import ppo_clip
 from rl_jax.settings import AlgorithmSettings
 from rl_jax.testing.trajectories import fake_group, fake_trajectory
@@ -78,9 +86,20 @@ def test_grpo_does_not_see_scale_and_offset_of_rewards():
 
 @pytest.mark.parametrize("value", [0.1, 12.3, 103.7, 0.7, 714285.7142857143])
 def test_equal_rewards_have_advantage_exactly_zero(value):
-    """L16: decided by max == min; a float mean of equal numbers need not equal them."""
-    for estimate in (group_normalised, leave_one_out):
-        assert not estimate(np.full(8, value), np.zeros(8, int)).any()
+    """L16: decided by max == min; a float mean of equal numbers need not equal them, as it does in groups of 2^n."""
+    sizes = (3, 6, 7, 8, 11, 13)
+    rewards, groups = np.full(sum(sizes), value), np.repeat(np.arange(len(sizes)), sizes)
+    assert any(np.full(n, value).mean() != value for n in sizes), "nothing here would tell"
+    others = (
+        lambda r, g: length_weighted(r, g, np.arange(len(r)) % 5 + 1),
+        lambda r, g: multi_reward(r[:, None], g),
+    )
+    for estimate in (group_normalised, leave_one_out, max_likelihood, best_of_group, *others):
+        assert not estimate(rewards, groups).any()
+    for scope in ("batch", "none"):
+        assert not group_normalised(rewards, groups, std_scope=scope).any()
+    tokens = rewards[:, None] * np.ones(2)
+    assert not whiten(tokens, np.ones(tokens.shape, bool)).any()
 
 
 def test_group_of_one_has_advantage_zero():

@@ -151,8 +151,29 @@ def test_gdpo_without_named_parts_takes_the_reward_and_what_shapes_it():
     long = make("gdpo", overlong=OverlongSettings(4, 6, 0.5))
     got = [float(v.max() + v.min()) for v in estimates(long, groups)]
     assert [int(t.loss_mask.sum()) for t in groups[0].trajectories] == [3, 3, 6]
-    want = normalised(np.array([0.0, 1.0, 0.5])) + normalised(np.array([-0.125, -0.125, -0.5]))
-    assert got == pytest.approx(list(normalised(want)), abs=1e-3)
+    penalties = np.array([-0.125, -0.125, -0.5])
+    want = normalised(np.array([0.0, 1.0, 0.5])) + penalties - penalties.mean()
+    assert got == pytest.approx(list(want), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options_of",
+    [
+        lambda c: {"overlong": OverlongSettings(4, 6, c)},
+        lambda c: {"kl": KlSettings(coef=c, where="reward")},
+        lambda c: {"reward_model_coef": c},
+    ],
+)
+def test_what_shapes_a_gdpo_reward_acts_by_its_coefficient(options_of):
+    """Twice the coefficient moves an advantage twice as far, and next to none hardly at all."""
+    groups = [fake_group(0, [0.0, 1.0, 0.5], [8, 8, 15])]
+    plain = np.concatenate(estimates(make("gdpo"), groups))
+    once, twice, hardly = (
+        np.concatenate(estimates(make("gdpo", **options_of(c)), groups)) - plain
+        for c in (0.1, 0.2, 1e-8)
+    )
+    assert np.abs(once).max() > 0.01 and np.abs(hardly).max() < 1e-6
+    np.testing.assert_allclose(twice, 2 * once, atol=1e-6)
 
 
 def test_gdpo_says_which_part_is_missing():

@@ -10,14 +10,14 @@ import pytest
 
 from rl_jax.algorithms.grpo import Grpo
 from rl_jax.learner.batch import empty_batch, pack, with_advantages
-from rl_jax.learner.learner import Learner
+from rl_jax.learner.learner import Learner, batch_metrics
 from rl_jax.learner.trained import NonFiniteError
 from rl_jax.lowering import LoweringError
 from rl_jax.mesh import TRAIN_RULES, make_mesh
 from rl_jax.models.attention import attention, causal_segment_mask
 from rl_jax.settings import AlgorithmSettings, LearnerSettings
 from rl_jax.testing.tiny_model import tiny_model
-from rl_jax.testing.trajectories import PROMPT, fake_group
+from rl_jax.testing.trajectories import PROMPT, fake_group, fake_trajectory
 
 TEMPERATURE = 0.7
 ALGORITHM = AlgorithmSettings(clip_low=0.2, clip_high=0.28, entropy_coef=0.01)
@@ -284,6 +284,29 @@ def test_a_sampler_with_the_same_weights_shows_no_mismatch(learner):
     assert "mismatch/abs_mean_lag0_pure" not in metrics
     assert metrics["staleness/mean"].mean == metrics["staleness/max"].mean == 1.0
     assert metrics["policy/clip_frac"].mean == 0.0 and metrics["is/ess"].mean > 0.999999
+    assert metrics["is/ess_sequence"].mean > 0.999999
+    assert metrics["mismatch/ppl_ratio"].count == len(batch.trained(batch.versions))
+
+
+def test_ages_are_told_of_tokens_and_of_trajectories():
+    """Two of three turns of one trajectory are a version newer; it began two versions before its consumer."""
+    old, swapped = (
+        fake_trajectory(0, 0, 12, 1.0, version=3),
+        fake_trajectory(0, 1, 12, 0.0, version=3),
+    )
+    later = swapped.loss_mask & (swapped.turn_ids > 0)
+    swapped = replace(swapped, versions=np.where(later, 4, swapped.versions))
+    group = replace(fake_group(0, [0.0], [8]), trajectories=(old, swapped))
+    batch = pack([group], LearnerSettings(row_tokens=32))
+    metrics = batch_metrics(batch, 5, samples=True)
+    num_new, num = int(later.sum()), 2 * int(old.loss_mask.sum())
+    assert (
+        metrics["staleness/mean"].sum == 2 * num - num_new
+        and metrics["staleness/mean"].count == num
+    )
+    assert (metrics["staleness/mean"].min, metrics["staleness/mean"].max) == (1.0, 2.0)
+    assert metrics["staleness/max"].mean == metrics["staleness/start"].mean == 2.0
+    assert metrics["staleness/versions"].mean == 1.5
 
 
 def test_unknown_needs_are_refused_and_no_needs_cost_nothing(learner):

@@ -17,7 +17,8 @@ def metrics_of(d, lag=0, mixed=False, mask=True):
     d = np.pad(d, (0, slots - len(d)), constant_values=np.nan)
     full = [np.resize(x, len(d)) if np.ndim(x) else np.full(len(d), x) for x in (lag, mixed)]
     mask = np.isfinite(d) & (np.pad(mask, (0, slots - len(mask))) if np.ndim(mask) else mask)
-    return mismatch_metrics(jax.device_get(TOTALS(d - 1, np.full_like(d, -1), mask, *full)))
+    arrays = (d - 1, np.full_like(d, -1), mask, *full, np.ones(len(d), np.int32))
+    return mismatch_metrics(jax.device_get(TOTALS(*(a[None, None] for a in arrays))))
 
 
 def test_each_token_falls_into_one_bucket():
@@ -53,6 +54,45 @@ def test_estimators_by_hand():
     assert metrics["mismatch/chi2"].mean == pytest.approx(np.mean(w**2) - 1, rel=1e-5)
     assert metrics["policy/ratio"].mean == pytest.approx(w.mean(), rel=1e-6)
     assert metrics["is/ess"].mean == pytest.approx(w.sum() ** 2 / (2 * (w**2).sum()), rel=1e-6)
+
+
+def test_measures_of_sequences_by_hand():
+    """Two in one row, one alone in the next beside an empty slot: products of weights, and perplexities."""
+    segments = np.array([[[1, 1, 2, 2], [1, 1, 1, 0]]])
+    d = np.array([[[0.5, 0.1, -0.3, 0.1], [0.2, 0.2, -0.1, 9.0]]], np.float32)
+    mask = segments > 0
+    behaviour = np.array([[[-1.0, -2.0, -3.0, -1.0], [-0.5, -1.0, -1.5, -7.0]]], np.float32)
+    zeros = np.zeros(d.shape, np.int32)
+    given = (behaviour + d, behaviour, mask, zeros, zeros > 0, segments)
+    metrics = mismatch_metrics(jax.device_get(TOTALS(*given)))
+    w = np.exp([0.6, -0.2, 0.3])
+    assert metrics["is/ess_sequence"].mean == pytest.approx(w.sum() ** 2 / (3 * (w**2).sum()))
+    assert metrics["mismatch/chi2_sequence"].mean == pytest.approx(np.mean(w**2) - 1, rel=1e-5)
+    rollout, gap = np.array([1.5, 2.0, 1.0]), -np.array([0.3, -0.1, 0.1])
+    for name, want in {
+        "rollout_ppl": np.exp(rollout),
+        "train_ppl": np.exp(rollout + gap),
+        "ppl_gap": gap,
+        "ppl_gap_abs": np.abs(gap),
+        "ppl_ratio": np.exp(gap),
+    }.items():
+        assert metrics[f"mismatch/{name}"].mean == pytest.approx(want.mean(), rel=1e-5), name
+        assert metrics[f"mismatch/{name}"].count == 3
+    own, of = np.exp((behaviour + d)[mask]), np.exp(behaviour[mask])
+    assert metrics["mismatch/abs_prob"].mean == pytest.approx(np.abs(own - of).mean(), rel=1e-5)
+    mult = np.exp(np.abs(d[mask])).mean()
+    assert metrics["mismatch/mult_prob_error"].mean == pytest.approx(mult, rel=1e-5)
+    assert not unknown_names(metrics)
+
+
+def test_effective_sample_sizes_of_each_age():
+    d, lag = np.array([0.5, -0.5, 0.2, 0.0]), np.array([0, 0, 3, 3])
+    metrics = metrics_of(d, lag)
+    for age in (0, 3):
+        w = np.exp(d[lag == age])
+        want = w.sum() ** 2 / (2 * (w**2).sum())
+        assert metrics[f"is/ess_lag{age}"].mean == pytest.approx(want, rel=1e-6)
+    assert "is/ess_lag1" not in metrics
 
 
 def test_equal_logprobs_have_no_mismatch():

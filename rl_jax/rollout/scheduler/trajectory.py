@@ -17,6 +17,7 @@ Source: RollArt, arXiv:2512.22560 (trajectory-level rollout, bound alpha evicted
 
 from dataclasses import dataclass
 
+from rl_jax.algorithms.staleness import admissible, is_fresh
 from rl_jax.rollout.scheduler import SchedulerConfig
 from rl_jax.types import Drop, Event, SchedulerAction, Start, View
 
@@ -42,9 +43,12 @@ class TrajectoryScheduler:
         self, state: TrajectoryState, view: View, event: Event
     ) -> tuple[TrajectoryState, list[SchedulerAction]]:
         """The event itself does not matter: what is missing and what is too old is all in the View."""
-        oldest_allowed = view.version - state.max_staleness
-        drops = [Drop(g.group, STALE) for g in view.groups if g.oldest_version < oldest_allowed]
-        kept = [g for g in view.groups if g.oldest_version >= oldest_allowed]
+        drops, kept = [], []
+        for group in view.groups:
+            if is_fresh(view.version, group.oldest_version, state.max_staleness):
+                kept.append(group)
+            else:
+                drops.append(Drop(group.group, STALE))
         free = _Free(view)
         starts = []
         for group in sorted(kept, key=lambda g: g.issued_s):  # stable: ties in the order of issue
@@ -55,11 +59,16 @@ class TrajectoryScheduler:
         issued = {tag: view.held.get(tag, 0) for tag in state.tags}
         for group in kept:
             issued[group.tag] = issued.get(group.tag, 0) + 1
-        num_batches = 1 + state.max_staleness
+        bound, need = state.max_staleness, view.need_groups
         if view.batches_left is not None:
-            num_batches = min(num_batches, view.batches_left)
-        limit = num_batches * view.need_groups // len(state.tags)
-        while open_tags := [t for t in state.tags if issued[t] < limit and free.of(t) > 0]:
+            bound = min(bound, view.batches_left - 1)
+
+        def may_start(tag: str) -> bool:
+            # As if every tag had as many, so that a tag's share of a batch need not be a whole number.
+            num = len(state.tags)
+            return admissible(num * issued[tag], bound, need) >= num
+
+        while open_tags := [t for t in state.tags if may_start(t) and free.of(t) > 0]:
             tag = min(open_tags, key=lambda t: (issued[t], state.tags.index(t)))
             members = min(state.group_size, free.of(tag))
             free.use(tag, members)

@@ -1,0 +1,272 @@
+"""An algorithm from outside the table: what its class says is what a line of the table would, and is held to it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl_jax import launch
+from rl_jax.algorithms import ALGORITHMS, CLIP, RATIO, options
+from rl_jax.algorithms.algorithm import Algorithm, Base, missing_members
+from rl_jax.algorithms.grpo import Grpo
+from rl_jax.algorithms.kimi import Kimi
+from rl_jax.algorithms.opd import Opd
+from rl_jax.algorithms.policy import PolicyAlgorithm
+from rl_jax.algorithms.ppo import Ppo
+from rl_jax.algorithms.rm import Rm
+from rl_jax.algorithms.token_losses import cispo
+from rl_jax.config import ConfigError, filled, parse
+from rl_jax.metrics import read_metrics
+from rl_jax.preflight import load_algorithm
+from rl_jax.role_source import role_errors
+from rl_jax.settings import AlgorithmSettings
+from tests.algorithms.test_common import extras_of, some_groups, some_inputs
+from tests.test_exit_codes import CONFIG, told
+
+
+class Capped(PolicyAlgorithm):
+    """A loss of its own, which reads one setting of its own."""
+
+    defaults = {**RATIO, "ratio_max": 1.5}
+    compares = False
+
+    def estimate(self, scored):
+        return scored.spread(scored.totals[0] - 0.5)
+
+    def loss(self, x):
+        return cispo(x, ratio_max=self.settings.ratio_max)
+
+
+class Unsaid(Capped):
+    defaults = RATIO  # without the setting that its loss reads
+
+
+class LastToken(Ppo):
+    """What the guide's advice for another critic's algorithm comes to: `estimate` alone."""
+
+    def estimate(self, scored):
+        return [a * np.float32(0.5) for a in super().estimate(scored)]
+
+
+class NearReference(Capped):
+    """Needs something of its own, whatever the options."""
+
+    needs = frozenset({"reference_logprobs"})
+
+    def loss(self, x):
+        assert x.reference_logprobs is not None
+        return cispo(replace(x, old_logprobs=x.reference_logprobs), ratio_max=2.0)
+
+
+class LastTokenNearReference(LastToken):
+    """Adds to what its bases need."""
+
+    needs = frozenset({"reference_logprobs"})
+
+
+class OwnKimi(Kimi):
+    pass
+
+
+class OwnOpd(Opd):
+    pass
+
+
+class OwnRm(Rm):
+    pass
+
+
+class Lacks:
+    """The four members that its page names first, and nothing else."""
+
+    needs = frozenset()
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    def select(self, groups):
+        return list(groups), []
+
+    def advantages(self, groups, extras, state):
+        return [np.zeros(len(t.tokens)) for g in groups for t in g.trajectories], state
+
+    def token_loss(self, x):
+        return -x.logprobs * x.advantages, {}
+
+
+class Four(Base):
+    """The same on Base, which has the rest."""
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    advantages, token_loss = Lacks.advantages, Lacks.token_loss
+
+
+class NoArgument(Capped):
+    def __init__(self):
+        pass
+
+
+class NoRole(Capped):
+    needs = frozenset({"tea_leaves"})
+
+
+class NoTargets(Capped):
+    needs = frozenset({"values"})
+
+
+class NoKey(Capped):
+    defaults = {**RATIO, "ratio_may": 1.5}
+
+
+class OtherEps(Capped):
+    defaults = {**RATIO, "std_eps": 1e-4}
+
+
+def named(plugin, *words):
+    """(settings as a run has them, the algorithm). Raises ConfigError."""
+    words = [CONFIG, f"--config.algorithm.name={__name__}:{plugin.__qualname__}", *words]
+    settings = parse(words).settings
+    algorithm = load_algorithm(settings, launch.resolve)
+    return filled(settings), algorithm
+
+
+def test_a_class_says_what_a_line_of_the_table_would():
+    settings, algorithm = named(Capped)
+    own = settings.algorithm
+    assert (own.ratio_max, own.old_policy, own.aggregation) == (1.5, "behaviour", "token-mean")
+    assert own.clip_low is None and algorithm.settings == own
+    settings, algorithm = named(Capped, "--config.algorithm.ratio_max=1.2")
+    assert settings.algorithm.ratio_max == algorithm.settings.ratio_max == 1.2
+    assert named(Capped, "--config.rollout.group_size=1")
+    entry = options.entry_of(own)
+    assert (entry.policy, entry.compares, entry.pulls) == (True, False, False)
+
+
+def test_what_a_class_does_not_say_is_what_its_bases_say():
+    own = named(LastToken)[0].algorithm
+    ppo = options.resolved(AlgorithmSettings(name="ppo"))
+    assert own == replace(ppo, name=own.name)
+    plain = options.entry_of(AlgorithmSettings(name=f"{__name__}:Four"))
+    assert not plain.policy and not plain.defaults and plain.compares
+    silent = options.entry_of(AlgorithmSettings(name="rl_jax.algorithms.policy:PolicyAlgorithm"))
+    assert silent.defaults == ALGORITHMS["grpo"].defaults  # as docs/algorithms.md says
+    assert options.entry_of(own).compares is ALGORITHMS["ppo"].compares
+    target = AlgorithmSettings(name="rl_jax.algorithms.kl_cov:KlCov")
+    assert options.entry_of(target) == ALGORITHMS["kl_cov"]
+
+
+@pytest.mark.parametrize(
+    "plugin, needs",
+    [
+        (LastToken, {"values"}),
+        (NearReference, {"reference_logprobs"}),
+        (OwnOpd, {"teacher_logprobs"}),
+        (LastTokenNearReference, {"values", "reference_logprobs"}),
+        (Capped, set()),
+    ],
+)
+def test_needs_are_those_of_the_class_and_of_the_options(plugin, needs):
+    name = f"{__name__}:{plugin.__qualname__}"
+    for given, more in (({}, set()), ({"old_policy": "recompute"}, {"old_logprobs"})):
+        if plugin is OwnOpd and given:
+            continue  # it reads no old_policy
+        settings = AlgorithmSettings(name=name, **given)
+        assert plugin(settings).needs == options.needs(settings) == needs | more
+    assert plugin(AlgorithmSettings()).needs >= plugin.needs  # built by hand, under another name
+
+
+def test_a_plugin_is_run_by_its_needs():
+    """Loss and advantages of a subclass see what it said that it needs."""
+    x, groups = some_inputs(), some_groups()
+    for plugin in (LastToken, NearReference):
+        algorithm = named(plugin)[1]
+        extras = {name: extras_of(groups)[name] for name in algorithm.needs}
+        values, _ = algorithm.advantages(groups, extras, None)
+        assert all(np.isfinite(v).all() for v in values)
+        absent = {
+            n: None for n in ("old_logprobs", "reference_logprobs") if n not in algorithm.needs
+        }
+        loss, _ = algorithm.token_loss(replace(x, **absent))
+        assert np.isfinite(np.where(x.mask, loss, 0)).all()
+
+
+@pytest.mark.parametrize(
+    "plugin, words, line",
+    [
+        (Lacks, [], "has no samples, trains, counted, token_inputs, learned; derive it from"),
+        (NoArgument, [], "cannot be built of AlgorithmSettings: TypeError"),
+        (NoRole, [], "needs tea_leaves, which no role computes"),
+        (NoTargets, [], "has no targets; derive it from"),
+        (NoKey, [], "its defaults name ratio_may, which is no setting of an algorithm"),
+        (OtherEps, [], "its defaults have std_eps=0.0001, but that default is 1e-06 for every"),
+        (Unsaid, [], "a setting that it reads must be in the `defaults` of its class"),
+        (Capped, ["--config.algorithm.clip_low=0.1"], "clip_low=0.1 is not read by"),
+        (Four, ["--config.algorithm.kl.coef=0.1"], "kl.coef=0.1 is not read by"),
+        (LastToken, ["--config.reference.checkpoint=gone"], "no option of algorithm"),
+        (OwnOpd, [], "needs a teacher; set teacher.checkpoint"),
+        (OwnRm, ["--config.algorithm.aggregation=none"], "needs rewards, which no role computes"),
+        (
+            OwnKimi,
+            ["--config.algorithm.old_policy=recompute", "--config.algorithm.correction.m2po=0.1"],
+            "pulls on tokens without an advantage",
+        ),
+        (OwnKimi, ["--config.rollout.group_size=1"], "compares the episodes of one task"),
+    ],
+)
+def test_what_a_plugin_gets_wrong_is_one_line_and_no_directory(
+    tmp_path, capsys, plugin, words, line
+):
+    name = f"--config.algorithm.name={__name__}:{plugin.__qualname__}"
+    code, lines = told(capsys, tmp_path / "r", name, *words)
+    assert code == 2 and len(lines) == 1 and line in lines[0], lines
+    assert not (tmp_path / "r").exists()
+
+
+def test_the_class_of_a_name_is_held_to_its_line(capsys, tmp_path):
+    name = "--config.algorithm.name=rl_jax.algorithms.grpo:Grpo"
+    code, lines = told(capsys, tmp_path / "r", name, "--config.rollout.group_size=1")
+    assert code == 2 and len(lines) == 1 and "compares the episodes of one task" in lines[0]
+
+
+def test_nothing_is_said_of_a_plugin_before_it_is_loaded():
+    words = ["--config.algorithm.name=json.tool:Chess", "--config.rollout.group_size=1"]
+    parsed = parse([CONFIG, *words, "--config.critic.updates=3", "--config.algorithm.tau=0.3"])
+    assert parsed.settings.algorithm.clip_low is None
+    assert not options.is_known(parsed.settings.algorithm)
+    assert options.is_known(AlgorithmSettings(name=f"{__name__}:Capped"))
+
+
+def test_roles_are_checked_by_the_needs_of_the_algorithm_itself():
+    settings, algorithm = named(Capped)
+    assert list(role_errors(settings, algorithm.needs)) == []
+    assert "critic" in "".join(
+        role_errors(replace(settings, critic=replace(settings.critic, updates=3)), algorithm.needs)
+    )
+
+
+def test_base_and_policy_algorithm_have_the_whole_protocol():
+    assert missing_members(Four(AlgorithmSettings())) == []
+    assert missing_members(Grpo(AlgorithmSettings())) == []
+    assert set(missing_members(object())) == {
+        name for name in (*Algorithm.__annotations__, *vars(Algorithm)) if name[0] != "_"
+    }
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        launch.resolve(f"{__name__}:NoSuch", ALGORITHMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", [LastToken, NearReference])
+def test_a_plugin_trains_and_goes_on(tmp_path, capsys, plugin):
+    """Its own defaults stand in config.json; the same command and a resume by the directory alone are the same run."""
+    name = f"--config.algorithm.name={__name__}:{plugin.__qualname__}"
+    checkpoints = "--config.checkpoint.every=1"
+    for words in ([name, checkpoints], [name, checkpoints, "--config.steps=4"]):
+        assert launch.main([CONFIG, f"--run_dir={tmp_path}", *words]) == 0
+    assert launch.main([f"--run_dir={tmp_path}", "--config.steps=5"]) == 0
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    said = "clip_low" if plugin is LastToken else "ratio_max"
+    text = (Path(tmp_path) / "config.json").read_text()
+    assert f'"{said}": {CLIP.get(said, 1.5)}' in text
