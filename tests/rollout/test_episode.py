@@ -21,6 +21,7 @@ from rl_jax.testing.fake_sampler import FakeSampler
 from rl_jax.tokens import ChatRenderer
 from rl_jax.types import FinishReason, Message, Outcome, StepResult, TurnError, VersionSpan
 from tests.rollout.doubles import RENDERER, SETTINGS, TOKENIZER, echo_script, echo_tasks, say
+from tests.tokens.families import renderer_of
 
 RULES = EpisodeRules.of(SETTINGS, context=256, turn_deadline_s=5.0)
 
@@ -470,3 +471,28 @@ def test_all_contexts_of_an_episode_fit_one_row():
     assert len(trajectory.sample_starts) > 1 and 128 < len(trajectory.tokens) <= 160
     assert (trajectory.outcome, trajectory.truncated_by) == (Outcome.TRUNCATED, "context")
     assert all(len(r.tokens) + r.max_new_tokens <= 128 for r in stage.sampler.requests)
+
+
+@pytest.mark.parametrize("rewrites", [False, True])
+def test_thoughts_that_a_chat_template_drops_are_not_seen_again(rewrites):
+    renderer = renderer_of("qwen3")
+    thought = renderer.tokenizer.control["<think>"]
+    said = renderer.said(Message("assistant", "<think>\nhm\n</think>\n\nant0"))
+    stage = Stage(
+        echo_tasks(num=1, turns=3)[0],
+        FakeSampler(script=lambda request: said), renderer=renderer, rewrites=rewrites, max_new_tokens=64,
+        context=1024, row_tokens=4096,
+    )  # fmt: skip
+    trajectory, requests = stage.trajectory(), stage.sampler.requests
+    assert (trajectory.outcome, trajectory.reward.value) == (Outcome.OK, 3.0)
+    seen = [int((request.tokens == thought).sum()) for request in requests]
+    assert seen == ([0, 0, 0] if rewrites else [0, 1, 2])
+    assert len(trajectory.sample_starts) == (3 if rewrites else 1)
+    assert trajectory.tokens[trajectory.loss_mask].tolist() == 3 * said.tolist()
+    ends = (*trajectory.sample_starts[1:], len(trajectory.tokens))
+    if rewrites:
+        for request, start, end in zip(requests, trajectory.sample_starts, ends, strict=True):
+            assert trajectory.tokens[start:end].tolist() == [
+                *request.tokens.tolist(),
+                *said.tolist(),
+            ]
