@@ -57,7 +57,7 @@ ATTEMPT_FILES = (EVENTS, LEDGER, METRICS, SUMMARY, ROLLOUTS)
 
 _PACKAGES = (
     "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml-collections",
-    "gymnasium", "reasoning-gym",
+    "gymnasium", "reasoning-gym", "tokenizers", "jinja2",
 )  # fmt: skip
 
 

@@ -68,6 +68,8 @@ class Marks:
         """What becomes of each private character inside a JSON string: str.translate's table."""
         table = {}
         for code, letter in list(self._plain.items()):
+            if not ensure_ascii and letter >= " " and letter not in '"\\':
+                continue  # which is nearly all of them
             told = json.dumps(letter, ensure_ascii=ensure_ascii)[1:-1]
             if told != letter:
                 table[code] = self._body(told, self._owners.get(code, 0))

@@ -7,6 +7,7 @@ from rl_jax.data.examples import ExampleRules, make_example, render
 from rl_jax.data.rows import Row
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
 from rl_jax.types import Message
+from tests.tokens.families import FAMILIES, renderer_of
 
 TOKENIZER = ByteTokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
@@ -44,6 +45,24 @@ def test_tokens_are_those_a_policy_meets_in_rollout():
     context = [*RENDERER.first(TALK[:2]), *TOKENIZER.encode("4"), TOKENIZER.end]
     context += [*RENDERER.next(TALK[3:5], closed=True)]
     assert tokens.tolist() == [int(t) for t in [*context, *TOKENIZER.encode("yes"), TOKENIZER.end]]
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_rows_in_a_familys_format_are_those_of_rollout_too(name):
+    renderer = renderer_of(name)
+    talk = (*TALK[:4], Message("user", "sure?"), Message("assistant", "<think>x</think> yes"))
+    tokens, mask, turn_ids = render(talk, 0, renderer)
+    answers = [renderer.said(talk[2]), renderer.said(talk[5])]
+    closed = renderer.is_closed(answers[0])
+    parts = [
+        renderer.first(talk[:2]),
+        answers[0],
+        renderer.next(talk[3:5], closed=closed),
+        answers[1],
+    ]
+    assert tokens.tolist() == np.concatenate(parts).tolist()
+    assert tokens[mask].tolist() == np.concatenate(answers).tolist()
+    assert turn_ids.tolist() == np.repeat([-1, 0, 1, 1], [len(part) for part in parts]).tolist()
 
 
 def test_reward_models_train_the_last_token_even_of_what_was_cut():
