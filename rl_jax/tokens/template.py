@@ -18,34 +18,35 @@ ignores its tools is told them in the system message, as ChatRenderer does.
 Must not: keep anything between two calls.
 """
 
-import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from rl_jax.tokens.chat import check_first, text_of, with_tools
 from rl_jax.tokens.hf import HfTokenizer
-from rl_jax.tokens.marks import PRIVATE_CLASS, PROBES, Marks
+from rl_jax.tokens.marks import PRIVATE_CLASS, Marks
 from rl_jax.tokens.renderer import Tools, sha256_of
 from rl_jax.tokens.template_engine import compile_template
+from rl_jax.tokens.template_messages import (
+    FIRST_SAID,
+    SAID,
+    TOOL,
+    USER,
+    answered,
+    as_dict,
+    calls_for,
+    check_complete,
+    joined,
+    owners,
+    schema,
+    systems_as_users,
+    tools_as_users,
+)
 from rl_jax.tokens.tokenizer import encodable
 from rl_jax.tokens.tool_calls import ToolParser, read_action
 from rl_jax.types import Action, Message, ToolCall
-
-FIRST_SAID = -2  # owner of the assistant's first message; -3 of the second
-USER, SAID, TOOL = PROBES[:3]  # one character each: no template can take a part of it
-
-# Words of a tool's schema that a template may look for; every other text in it is content.
-SCHEMA_WORDS = frozenset(
-    (
-        "type", "function", "name", "description", "parameters", "properties", "required", "items", "enum", "string",
-        "integer", "number", "boolean", "object", "array", "null", "default", "additionalProperties", "return",
-        "returns", "strict", "anyOf", "oneOf", "allOf", "const", "format",
-    )
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -164,12 +165,12 @@ class TemplateRenderer:
             (way, one) for way in self._ways(messages) for one in ((calls, ()) if calls else ((),))
         ]
         errors = []
-        for way, answered in ways:
+        for way, asked in ways:
             # Some templates want to see the call that a tool answers.
-            called = replace(plain[1], tool_calls=tuple(_calls_for(way, answered)))
+            called = replace(plain[1], tool_calls=tuple(calls_for(way, asked)))
             for turn in (plain[1], called) if called.tool_calls and self._end else (plain[1],):
                 try:
-                    found = self._rendered([plain[0], turn, *way], (), answered)
+                    found = self._rendered([plain[0], turn, *way], (), asked)
                 except ValueError as error:
                     errors.append(error)
                     continue
@@ -183,7 +184,7 @@ class TemplateRenderer:
         """The messages as they are, then in the ways in which a template may take what it refused."""
         way = list(messages)
         yield way
-        for change in (self._calls_as_text, _tools_as_users, _systems_as_users, _joined):
+        for change in (self._calls_as_text, tools_as_users, systems_as_users, joined):
             changed = change(way)
             if changed != way:
                 way = changed
@@ -211,7 +212,7 @@ class TemplateRenderer:
             marks = Marks(self._template, mark_ends)
             text = self._said_as(marks, messages, tools, calls)
             if first is None:
-                _check_complete(text, marks, messages, self._where)
+                check_complete(text, marks, messages, self._where)
             first = first or Rendering(text, marks)
             if plain is not None and marks.plain(text) == plain:
                 return Rendering(text, marks)
@@ -227,14 +228,14 @@ class TemplateRenderer:
         prompt: bool = True,
     ) -> str:
         told = []
-        answers = iter(_answered(calls))
-        for message, owner in zip(messages, _owners(messages)):
+        answers = iter(answered(calls))
+        for message, owner in zip(messages, owners(messages)):
             call = next(answers) if message.role == "tool" else None
-            told.append(_as_dict(message, owner, call, marks, self._keep))
+            told.append(as_dict(message, owner, call, marks, self._keep))
         text = self._render(
             marks,
             messages=told,
-            tools=[_schema(tool, marks) for tool in tools] or None,
+            tools=[schema(tool, marks) for tool in tools] or None,
             documents=None,
             add_generation_prompt=prompt,
             **self.tokenizer.special_tokens,
@@ -344,113 +345,3 @@ class TemplateRenderer:
                 f"{self._where} changes what is said (letters or words of it), so that content cannot be told from its"
                 " own text; use a template that only trims it"
             )
-
-
-def _owners(messages: Sequence[Message]) -> Iterator[int]:
-    """Whose marks a message's content has: the assistant's messages by their ordinal, however others are joined."""
-    num_said = 0
-    for i, message in enumerate(messages, 1):
-        is_said = message.role == "assistant"
-        yield FIRST_SAID - num_said if is_said else i
-        num_said += is_said
-
-
-def _as_dict(
-    message: Message,
-    owner: int,
-    call: ToolCall | None,
-    marks: Marks | None,
-    keep: re.Pattern[str] | None,
-) -> dict[str, Any]:
-    """A message as templates know it. call: the one that a tool message answers."""
-    is_own = message.role == "assistant"
-
-    def mark(text: str) -> str:
-        if text in PROBES:
-            return text
-        if marks is None:
-            return encodable(text)
-        looked_for = keep if is_own and keep is not None and keep.search(text) else None
-        return marks.mark(text, owner, looked_for)
-
-    out: dict[str, Any] = {"role": message.role, "content": mark(message.content)}
-    if message.tool_calls:
-        out["tool_calls"] = [
-            {
-                "id": mark(one.id or f"{i:09d}"),
-                "type": "function",
-                "function": {"name": mark(one.name), "arguments": _tree(one.arguments, mark)},
-            }
-            for i, one in enumerate(message.tool_calls)
-        ]
-    if call is not None:
-        out["tool_call_id"] = mark(call.id)
-        if call.name:
-            out["name"] = mark(call.name)
-    return out
-
-
-def _answered(calls: Sequence[ToolCall]) -> Iterator[ToolCall]:
-    """What each tool message answers: its name, if it is known, and an id."""
-    for i in itertools.count():
-        call = calls[i] if i < len(calls) else ToolCall("", {})
-        yield ToolCall(call.name, {}, call.id or f"{i:09d}")
-
-
-def _tree(value: Any, mark: Any) -> Any:
-    if isinstance(value, str):
-        return mark(value)
-    if isinstance(value, Mapping):
-        return {mark(str(k)): _tree(v, mark) for k, v in value.items()}
-    return [_tree(v, mark) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _schema(tool: Mapping[str, Any], marks: Marks | None) -> Any:
-    def mark(text: str) -> str:
-        if text in SCHEMA_WORDS or text in PROBES:
-            return text
-        return encodable(text) if marks is None else marks.mark(text)
-
-    return _tree(tool, mark)
-
-
-def _check_complete(text: str, marks: Marks, messages: Sequence[Message], where: str) -> None:
-    """Raises ValueError if the template left out what somebody said, the assistant aside."""
-    escapes = marks.escapes()
-    for message, owner in zip(messages, _owners(messages)):
-        said = [call.name for call in message.tool_calls]
-        said += [message.content.strip()] if message.role != "assistant" else []
-        for words in said:
-            marked = words if words in PROBES else marks.mark(words, owner)
-            if marked not in text and marked.translate(escapes) not in text:
-                raise ValueError(
-                    f"{where} leaves out what a message of the role {message.role} says: {words[:80]!r}"
-                )
-
-
-def _calls_for(messages: Sequence[Message], calls: Sequence[ToolCall]) -> Iterator[ToolCall]:
-    """A call for each tool message at the start, under the id that the message will name."""
-    for message, call in zip(messages, _answered(calls)):
-        if message.role != "tool":
-            return
-        yield ToolCall(SAID, {}, call.id)
-
-
-def _tools_as_users(messages: list[Message]) -> list[Message]:
-    return [replace(m, role="user") if m.role == "tool" else m for m in messages]
-
-
-def _systems_as_users(messages: list[Message]) -> list[Message]:
-    return [replace(m, role="user") if m.role == "system" else m for m in messages]
-
-
-def _joined(messages: list[Message]) -> list[Message]:
-    """Neighbours of one role as one message."""
-    out: list[Message] = []
-    for message in messages:
-        if out and out[-1].role == message.role:
-            last = out.pop()
-            content = "\n\n".join(filter(None, (last.content, message.content)))
-            message = Message(message.role, content, last.tool_calls + message.tool_calls)
-        out.append(message)
-    return out
