@@ -80,9 +80,11 @@ def load_names(
     if mode != "eval":
         errors += _role_errors(settings, algorithm, tokenizer.vocab_size)
     if 0 < settings.model.vocab_size < tokenizer.vocab_size:
+        source = settings.model.source
         errors.append(
             f"model.vocab_size={settings.model.vocab_size} is below the {tokenizer.vocab_size} tokens of"
-            f" model.tokenizer={settings.model.tokenizer}; set it to 0 to take theirs"
+            f" model.tokenizer={settings.model.tokenizer}; "
+            + (f"take the tokenizer of {source}" if source else "set it to 0 to take theirs")
         )
     if (num := len(renderer.stop_token_ids)) > settings.engine.num_stop_tokens:
         errors.append(
