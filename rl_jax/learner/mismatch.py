@@ -42,15 +42,15 @@ def mismatch_totals(
 ) -> dict[str, jax.Array]:
     """{"sums": [BUCKETS, COLUMNS] over the tokens of mask, "sequences": [SEQUENCE], and [] "abs_max", "abs_p50", ...}.
 
-    abs_p99 is the nearest rank: the smallest |d| that 99 % of the tokens do not exceed. Log-ratios
-    are clamped to +-20 in exponents, those of sequences after summation. segments: as LossInputs.segment_ids.
+    abs_p99 is the nearest rank: the smallest |d| that 99 % of the tokens do not exceed. Exponents
+    are clamped to +-20, those of sequences after summation. segments: as LossInputs.segment_ids.
     """
     d = difference(logprobs, behaviour_logprobs, mask)
     w = jnp.exp(clamp(d))
     policy, behaviour = (jnp.where(mask, x, 0.0) for x in (logprobs, behaviour_logprobs))
     columns = [
         jnp.ones_like(d), jnp.abs(d), -d, d * d / 2, jnp.expm1(clamp(d)) - d, w, w * w,
-        jnp.abs(jnp.exp(policy) - jnp.exp(behaviour)), jnp.exp(jnp.abs(clamp(d))),
+        jnp.abs(jnp.exp(clamp(policy)) - jnp.exp(clamp(behaviour))), jnp.exp(jnp.abs(clamp(d))),
     ]  # fmt: skip
     bucket = 2 * jnp.clip(lag, 0, MAX_LAG) + context_mixed.astype(jnp.int32)
     member = (bucket[..., None] == jnp.arange(len(BUCKETS))) & mask[..., None]
@@ -88,7 +88,7 @@ def _sequence_sums(
     train, rollout = (-run_mean(x, mask, starts) for x in (policy, behaviour))
     gap = train - rollout
     columns = [
-        jnp.ones_like(w), w, w * w, jnp.exp(train), jnp.exp(rollout), gap, jnp.abs(gap),
+        jnp.ones_like(w), w, w * w, jnp.exp(clamp(train)), jnp.exp(clamp(rollout)), gap, jnp.abs(gap),
         jnp.exp(clamp(gap)),
     ]  # fmt: skip
     return jnp.where(counted, jnp.stack(columns), 0.0).sum(axis=(1, 2))
