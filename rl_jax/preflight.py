@@ -138,9 +138,8 @@ def load_algorithm(settings: Settings, resolve: Resolve) -> Any:
                     _some_inputs(algorithm),
                 )
         except LoweringError as error:
-            raise ConfigError(
-                [f"{error}; a setting that it reads must be in the `defaults` of its class"]
-            ) from error
+            hint = "; a setting that it reads must be in the `defaults` of its class"
+            raise ConfigError([f"{error}{hint if 'None' in str(error) else ''}"]) from error
     return algorithm
 
 
