@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_jax.tokens.tool_calls import (
+    HOW_TO_CALL_ALONE,
     MAX_DEPTH,
     CallError,
     Parsed,
     ToolStream,
     dump_json,
-    held_back,
     load_json,
     read_calls,
+    split_at,
     to_call,
     unreadable,
 )
@@ -46,10 +47,7 @@ class Gemma:
         return f"{content}\n{TAG}\n{told}\n{FENCE}" if content and told else content or told
 
     def how_to(self) -> str:
-        return (
-            'Call a tool by answering with {"name": TOOL, "parameters": {ARGUMENT: VALUE}} and nothing else; its answer'
-            " comes as the next message."
-        )
+        return HOW_TO_CALL_ALONE
 
 
 class _Stream:
@@ -68,12 +66,8 @@ class _Stream:
                 self._mode = "json"
         if self._mode != "text":
             return ""
-        at = self._left.find(TAG)
-        if at >= 0:
-            shown, self._left, self._mode = self._left[:at], self._left[at + len(TAG) :], "code"
-            return shown
-        keep = len(self._left) - held_back(self._left, (TAG,))
-        shown, self._left = self._left[:keep], self._left[keep:]
+        shown, tag, self._left = split_at(self._left, (TAG,))
+        self._mode = "code" if tag else "text"
         return shown
 
     def end(self) -> Parsed:

@@ -10,8 +10,8 @@ from rl_jax.tokens.tool_calls import (
     Parsed,
     ToolStream,
     dump_json,
-    held_back,
     read_calls,
+    split_at,
     unreadable,
 )
 from rl_jax.types import ToolCall
@@ -66,24 +66,17 @@ class _Stream:
 
     def _text(self, shown: list[str]) -> bool:
         """Show what is text; whether another mode begins."""
-        starts = {self._left.find(tag): tag for tag in (OPEN, THINK) if tag in self._left}
-        if not starts:
-            return self._show(shown, (OPEN, THINK))
-        at = min(starts)
-        tag = starts[at]
-        shown.append(self._left[:at] + (tag if tag == THINK else ""))
-        self._left = self._left[at + len(tag) :]
-        self._mode, self._at = ("think", 0) if tag == THINK else ("call", 0)
-        return True
+        text, tag, self._left = split_at(self._left, (OPEN, THINK))
+        shown.append(text + (tag if tag == THINK else ""))
+        if tag:
+            self._mode, self._at = ("think" if tag == THINK else "call"), 0
+        return bool(tag)
 
     def _think(self, shown: list[str]) -> bool:
-        at = self._left.find(THOUGHT)
-        if at < 0:
-            return self._show(shown, (THOUGHT,))
-        at += len(THOUGHT)
-        shown.append(self._left[:at])
-        self._left, self._mode = self._left[at:], "text"
-        return True
+        text, tag, self._left = split_at(self._left, (THOUGHT,))
+        shown.append(text + tag)
+        self._mode = "text" if tag else "think"
+        return bool(tag)
 
     def _call(self, shown: list[str]) -> bool:
         """Follow the JSON to a closing tag that is in no string of it."""
@@ -102,9 +95,3 @@ class _Stream:
             else:
                 self._at = max(self._at, len(self._left) - len(CLOSE) + 1)
                 return False
-
-    def _show(self, shown: list[str], tags: tuple[str, ...]) -> bool:
-        keep = len(self._left) - held_back(self._left, tags)
-        shown.append(self._left[:keep])
-        self._left = self._left[keep:]
-        return False

@@ -8,11 +8,12 @@ import json
 from collections.abc import Sequence
 
 from rl_jax.tokens.tool_calls import (
+    HOW_TO_CALL_ALONE,
     Parsed,
     ToolStream,
     dump_json,
-    held_back,
     read_calls,
+    split_at,
     unreadable,
 )
 from rl_jax.types import ToolCall
@@ -35,10 +36,7 @@ class LlamaJson:
         return content + TAG + told if content and told else content or told
 
     def how_to(self) -> str:
-        return (
-            'Call a tool by answering with {"name": TOOL, "parameters": {ARGUMENT: VALUE}} and nothing else; its answer'
-            " comes as the next message."
-        )
+        return HOW_TO_CALL_ALONE
 
 
 class _Stream:
@@ -53,13 +51,8 @@ class _Stream:
             self._mode = "json" if begin[0] == "{" else "text"
         if self._mode != "text":
             return ""
-        at = self._left.find(TAG)
-        if at >= 0:
-            shown, self._left = self._left[:at], self._left[at + len(TAG) :]
-            self._mode = "tag"
-            return shown
-        keep = len(self._left) - held_back(self._left, (TAG,))
-        shown, self._left = self._left[:keep], self._left[keep:]
+        shown, tag, self._left = split_at(self._left, (TAG,))
+        self._mode = "tag" if tag else "text"
         return shown
 
     def end(self) -> Parsed:

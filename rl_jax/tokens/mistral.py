@@ -11,9 +11,9 @@ from rl_jax.tokens.tool_calls import (
     Parsed,
     ToolStream,
     dump_json,
-    held_back,
     load_json,
     read_calls,
+    split_at,
     to_call,
     unreadable,
 )
@@ -54,10 +54,8 @@ class _Stream:
         self._left += piece
         if self._is_call:
             return ""
-        at = self._left.find(TAG)
-        self._is_call = at >= 0
-        keep = at if self._is_call else len(self._left) - held_back(self._left, (TAG,))
-        shown, self._left = self._left[:keep], self._left[keep:]
+        shown, tag, rest = split_at(self._left, (TAG,))
+        self._left, self._is_call = tag + rest, bool(tag)
         return shown
 
     def end(self) -> Parsed:

@@ -16,6 +16,11 @@ from rl_jax.types import Action, ToolCall
 
 MAX_ECHO = 800  # characters of what was said that an error repeats
 MAX_DEPTH = 32  # of nested arguments
+# ToolParser.how_to of formats in which a call is the whole turn
+HOW_TO_CALL_ALONE = (
+    'Call a tool by answering with {"name": TOOL, "parameters": {ARGUMENT: VALUE}} and nothing else; its answer'
+    " comes as the next message."
+)
 
 
 class CallError(ValueError):
@@ -89,6 +94,16 @@ def held_back(text: str, tags: Iterable[str]) -> int:
                 longest = size
                 break
     return longest
+
+
+def split_at(text: str, tags: Sequence[str]) -> tuple[str, str, str]:
+    """(what certainly stands before a tag, the first tag or "", the rest: behind it, or an end that may become one)."""
+    found = {text.find(tag): tag for tag in tags if tag in text}
+    if found:
+        at = min(found)
+        return text[:at], found[at], text[at + len(found[at]) :]
+    keep = len(text) - held_back(text, tags)
+    return text[:keep], "", text[keep:]
 
 
 def unreadable(why: str, said: str) -> str:
