@@ -92,6 +92,11 @@ def linear_logprob(
     return logprobs, entropy
 
 
+def soft_capped(x: jax.Array, cap: float) -> jax.Array:
+    """x held within (-cap, cap), smoothly; cap 0 = as it is. Source: Gemma 2, arXiv:2408.00118."""
+    return cap * jnp.tanh(x / cap) if cap else x
+
+
 def linear_logprob_ref(
     hidden: jax.Array,
     head: jax.Array,
@@ -272,7 +277,7 @@ def _gradients(plan: _Plan, hidden, head, rows, num_chunks) -> tuple[jax.Array, 
 
 
 def _chunk_stats(plan: _Plan, hidden, head, targets) -> dict[str, jax.Array]:
-    z = _capped(plan, product("bcd,dv->bcv", hidden, head)) / plan.temperature
+    z = soft_capped(product("bcd,dv->bcv", hidden, head), plan.softcap) / plan.temperature
     inside = (targets >= 0) & (targets < head.shape[1])
     at = jnp.where(inside, targets, 0)[..., None]
     largest = z.max(axis=-1)
@@ -289,17 +294,13 @@ def _chunk_stats(plan: _Plan, hidden, head, targets) -> dict[str, jax.Array]:
 def _chunk_logits(plan: _Plan, hidden, head, row) -> jax.Array:
     """Gradient of the logits [B, chunk, V] of one chunk, in hidden's dtype."""
     row = {name: value[..., None] for name, value in row.items()}
-    capped = _capped(plan, product("bcd,dv->bcv", hidden, head))
+    capped = soft_capped(product("bcd,dv->bcv", hidden, head), plan.softcap)
     log_p = capped / plan.temperature - row["lse"]
     of_logits = jnp.where(jnp.arange(head.shape[1]) == row["targets"], row["onehot"], 0.0)
     of_logits -= jnp.exp(log_p) * (row["base"] + row["slope"] * log_p)
     if plan.softcap:
         of_logits *= 1.0 - jnp.square(capped / plan.softcap)
     return of_logits.astype(hidden.dtype)
-
-
-def _capped(plan: _Plan, logits: jax.Array) -> jax.Array:
-    return plan.softcap * jnp.tanh(logits / plan.softcap) if plan.softcap else logits
 
 
 def _merge(parts: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.linear_logprob import Hopper, Split, linear_logprob
-from rl_jax.models.layers import soft_capped
+from kernels.linear_logprob import Hopper, Split, linear_logprob, soft_capped
 
 MAX_GATHERED = 1 << 26  # numbers of the head's columns that are copied at once: 256 MiB
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.linear_logprob import soft_capped
 from kernels.packed_attention import MAX_SEGMENTS, Ragged, Split, find_segments, packed_attention
 from rl_jax.models.features import Form
-from rl_jax.models.layers import soft_capped
 from rl_jax.models.rope import scaled
 from rl_jax.settings import RopeSettings
 

@@ -48,11 +48,6 @@ def linear(
     return checkpoint_name(out, MATMUL)
 
 
-def soft_capped(x: Float[Array, "..."], cap: float) -> Float[Array, "..."]:
-    """x held within (-cap, cap), smoothly; cap 0 = as it is. Source: Gemma 2, arXiv:2408.00118."""
-    return cap * jnp.tanh(x / cap) if cap else x
-
-
 def lookup(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
     """Rows of the table; an id outside reads the nearest row. Gradients of a row's uses are summed in float32."""
     if table.dtype == jnp.float32:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kernels.linear_logprob import soft_capped
 from rl_jax.models import layers
 from rl_jax.models.attention import Attend
 from rl_jax.models.normals import normals
@@ -125,7 +126,7 @@ class Model:
         logits = jnp.einsum(
             "...d,dv->...v", hidden, self.head(params), preferred_element_type=jnp.float32
         )
-        return layers.soft_capped(logits, self.settings.logit_softcap)
+        return soft_capped(logits, self.settings.logit_softcap)
 
     def _module(self, params: Mapping[str, jax.Array]) -> Any:
         missing = [name for name in self.abstract if name not in params]
