@@ -8,8 +8,8 @@ Life: `GGUF(path)` reads all metadata (seconds: the library walks each token in 
 `config`, then `tensors(model)`. Must not: write files (tools/), or rebuild a tokenizer (gguf_tokens.py).
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,10 @@ import numpy as np
 from rl_jax.models import hf
 from rl_jax.models.hf_config import FAMILIES
 from rl_jax.models.hf_files import WeightsError
+from rl_jax.models.hf_keys import written_rope
 from rl_jax.models.model import Model
+from rl_jax.models.rope import scaled
+from rl_jax.settings import RopeSettings
 
 ARCHITECTURES = {  # general.architecture -> model_type
     "llama": "llama",
@@ -56,7 +59,7 @@ GEMMA_TENSORS = {
     "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
 }
 ROPE_FREQS = "rope_freqs.weight"
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+LLAMA3 = RopeSettings("llama3", original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0)
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # layers of the 27B, whose scores have another scale
 TOKENIZER = "tokenizer."
 
@@ -214,15 +217,17 @@ class GGUF:
         factors = self._array(ROPE_FREQS)
         if np.all(factors == 1):
             return None
-        scaling = {"rope_type": "llama3", "factor": _decimal(factors.max()), **LLAMA3}
+        rope = replace(LLAMA3, factor=_decimal(factors.max()))
         theta = self._own("rope.freq_base", 10_000.0)
+        frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+        stretched, _ = scaled(frequencies, theta, rope)
         if factors.shape != (head_dim // 2,) or not np.allclose(
-            factors, _llama3_factors(scaling, theta, head_dim), rtol=1e-3
+            factors, frequencies / np.asarray(stretched), rtol=1e-3
         ):
             raise self._error(
                 f"{ROPE_FREQS} is not the scaling of Llama 3 with its usual numbers, the only one that is recognised"
             )
-        return scaling
+        return written_rope(rope)
 
     def _gemma(self, heads: int, head_dim: int, size: int) -> dict[str, Any]:
         by_width = self._count("block_count") == SCALED_BY_WIDTH[self.arch]
@@ -267,15 +272,6 @@ class GGUF:
 def _unpermuted(array: np.ndarray, heads: int) -> np.ndarray:
     """Rows of q or k in the order of half rotation; llama.cpp's rope turns neighbours."""
     return array.reshape(heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-
-
-def _llama3_factors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> np.ndarray:
-    """By what each frequency is divided. Source: Llama 3.1's reference code."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
-    wave = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((original / wave - low) / (high - low), 0, 1)
-    return 1 / ((1 - smooth) / factor + smooth)
 
 
 def _decimal(value: float) -> float:

@@ -102,3 +102,12 @@ def gguf_name(name, is_gemma):
         return f"{TOP[module]}.{kind}"
     _, _, number, rest = module.split(".", 3)
     return f"blk.{number}.{({**LAYER, **(GEMMA_NORMS if is_gemma else NORMS)})[rest]}.{kind}"
+
+
+def llama3_factors(scaling, theta, head_dim):
+    """rope_freqs.weight: by what each frequency is divided. Source: Llama 3.1's reference code."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    wave = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((original / wave - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)

@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 
 from rl_jax.models import hf, hf_config
 from rl_jax.models.decoder import build_model
-from rl_jax.models.gguf import GGUF, _llama3_factors
+from rl_jax.models.gguf import GGUF
 from rl_jax.models.gguf_tokens import PRE, build_tokenizer, write_tokenizer
 from rl_jax.models.hf_files import WeightsError
 from rl_jax.settings import ModelSettings
 from rl_jax.testing.tiny_model import tiny_model
-from tests.models.gguf_file import BPE, BPE_TOKENS, TEMPLATE, write_gguf
+from tests.models.gguf_file import BPE, BPE_TOKENS, TEMPLATE, llama3_factors, write_gguf
 
 SIZES = {"embed_size": 64, "head_dim": 16, "mlp_size": 96, "vocab_size": 300, "max_context": 256}
 MODELS = {
@@ -109,7 +109,7 @@ def test_rope_of_llama_3_is_recognised_by_its_factors(llama, tmp_path):
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    factors = _llama3_factors(scaling, 5e5, 16)
+    factors = llama3_factors(scaling, 5e5, 16)
     assert factors[0] == 1 and factors[-1] == 32 and 1 < factors[4] < 32
     config = {**config, "rope_theta": 5e5}
     file, model = opened(write_gguf(tmp_path / "a.gguf", config, tensors, rope_freqs=factors))
