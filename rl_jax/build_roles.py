@@ -173,13 +173,13 @@ def _frozen(job: Setting, policy: Learner, where: str, source: RoleSource) -> Fr
     settings, pool = job.settings, getattr(job.settings, where).pool
     scorer = _scorer(job, policy, where, source.model)
     rows = scorer.rows
-    weights = {
-        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows.param_shardings[name])
-        for name, a in rows.model.abstract.items()
-    }
     if source.is_pretrained:
         params = hf.load(source.checkpoint, rows.model, rows.param_shardings)
     else:
+        weights = {
+            name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows.param_shardings[name])
+            for name, a in rows.model.abstract.items()
+        }
         reader = Checkpointer(source.checkpoint.parent.parent, settings.checkpoint)
         tree, _ = reader.restore(step_of(source.checkpoint), {"params": weights}, subset=True)
         params = tree["params"]

@@ -119,13 +119,8 @@ def _begin(job: Setting, roles: Roles) -> None:
         return
     job.note(f"weights of {directory}")
     model = policy.rows.model
-    is_reward = isinstance(model, ValueModel)
-    trunk = model.trunk if is_reward else model
-    weights = hf.load(directory, trunk, policy.rows.param_shardings)
-    if is_reward:
-        policy.start(weights)
-    else:
-        policy.reset(weights)
+    trunk = model.trunk if isinstance(model, ValueModel) else model
+    policy.start(hf.load(directory, trunk, policy.rows.param_shardings))
 
 
 def _take_weights(roles: Roles, reader: Checkpointer, step: int, theirs: str) -> None:
@@ -143,10 +138,8 @@ def _take_weights(roles: Roles, reader: Checkpointer, step: int, theirs: str) ->
     if takes_rewards and not has_rewards:
         weights = {name: a for name, a in weights.items() if name not in HEAD}
     tree, _ = reader.restore(step, {"params": weights}, subset=True)
-    if takes_rewards and not has_rewards:
-        model.start(tree["params"])
-    else:
-        model.reset(tree["params"])
+    begin = model.reset if has_rewards else model.start
+    begin(tree["params"])
 
 
 def saved_batches(settings: Settings, after: int) -> Iterator[tuple[int, list[Group]]]:

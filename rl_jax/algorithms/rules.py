@@ -10,7 +10,7 @@ from dataclasses import fields
 
 from rl_jax.algorithms import ALGORITHMS, Entry
 from rl_jax.algorithms.options import KEYS, OWN_KEYS, entry_of, get, is_given, is_known, resolved
-from rl_jax.settings import AlgorithmSettings, CorrectionSettings
+from rl_jax.settings import AlgorithmSettings
 
 NUM_READERS = 6  # algorithms that are named where a key is not read
 
@@ -146,7 +146,7 @@ def _idle(s: AlgorithmSettings) -> Iterator[str]:
 
 
 def _correction(s: AlgorithmSettings, entry: Entry) -> Iterator[str]:
-    c, off = s.correction, CorrectionSettings()
+    c = s.correction
     if c.level == "none":
         for name in ("mode", "low", "high"):
             if is_given(s, f"correction.{name}"):
@@ -178,7 +178,7 @@ def _correction(s: AlgorithmSettings, entry: Entry) -> Iterator[str]:
         yield f"algorithm.correction.low={c.low} must be below high={c.high}"
     if c.reject_stat == "none":
         for name in ("reject_level", "reject_low", "reject_high"):
-            if getattr(c, name) != getattr(off, name):
+            if is_given(s, f"correction.{name}"):
                 yield (
                     f"algorithm.correction.{name}={getattr(c, name)} is read only with reject_stat; set reject_stat to"
                     " ratio, k2 or k3, or leave it out"

@@ -9,7 +9,7 @@ perfect critic, 0 one that says the mean, below 0 worse than that.
 Must not: see rewards, or know gamma and lambda.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,6 @@ class Critic(TrainedModel):
         )
         self.updates = updates
         self.scorer = Scorer(rows, forward)
-
-    def start(self, policy: Mapping[str, jax.Array]) -> None:
-        """Begin with a policy's trunk, which may lie on another mesh, and a head that says 0."""
-        self.reset(self.rows.model.from_policy(policy))
 
     def score(self, batch: Batch) -> np.ndarray:
         """Value of the state before each trained token, f32[B, T], 0 elsewhere."""

@@ -6,7 +6,7 @@ each pair's loss (algorithms/rm.py). A step is therefore `score` for the rewards
 Must not: know pairs.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,6 @@ class RewardModel(TrainedModel):
         )
         self.algorithm = algorithm
         self.scorer = Scorer(rows, forward)
-
-    def start(self, policy: Mapping[str, jax.Array]) -> None:
-        """Begin with a policy's trunk and a head that says 0."""
-        self.reset(self.rows.model.from_policy(policy))
 
     def score(self, batch: Batch, needs: Iterable[str]) -> dict[str, np.ndarray]:
         """{"rewards": f32[B, T]} on the trained tokens, 0 elsewhere. Raises: ValueError for another need."""

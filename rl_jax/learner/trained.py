@@ -104,6 +104,12 @@ class TrainedModel:
         """Start a new optimizer on a copy of these weights (after a warm start, or from a checkpoint of weights)."""
         self._state = self._fresh_state(self._placed(dict(params), self.rows.param_shardings))
 
+    def start(self, policy: Mapping[str, jax.Array]) -> None:
+        """As reset, with a policy's weights, which may lie on another mesh: a value model takes its trunk, and a head
+        that says 0."""
+        model = self.rows.model
+        self.reset(model.from_policy(policy) if isinstance(model, ValueModel) else policy)
+
     def load(self, state: TrainState) -> None:
         """Go on from a state of abstract_state()'s structure; its arrays are copied."""
         self._state = self._copy(self._placed(state, self._state_shardings))

@@ -253,10 +253,7 @@ def check_digests(directory: Path, names: Iterable[str]) -> bool:
     path = directory / SUMS
     if not path.is_file():
         return False
-    sums = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        digest, _, name = line.partition("  ")
-        sums[name] = digest
+    sums = _read_sums(directory)
     names = list(names)
     for name in names:
         if name not in sums:
@@ -275,11 +272,25 @@ def check_digests(directory: Path, names: Iterable[str]) -> bool:
 
 
 def weights_digest(directory: Path) -> str:
-    """sha256 of config.json and the weights, each by its own; of the same bytes the same, wherever they lie."""
-    whole = hashlib.sha256()
-    for name in ["config.json", *weight_files(directory)]:
-        whole.update(f"{_sha256(directory / name)}  {name}\n".encode())
+    """sha256 of config.json and the weights, each by its own; of the same bytes the same, wherever they lie.
+
+    A SHA256SUMS is believed of the weights, since loading them checks it.
+    """
+    whole, sums = hashlib.sha256(), _read_sums(directory)
+    digests = {"config.json": _sha256(directory / "config.json")}
+    digests |= {n: sums.get(n) or _sha256(directory / n) for n in weight_files(directory)}
+    for name, digest in digests.items():
+        whole.update(f"{digest}  {name}\n".encode())
     return whole.hexdigest()
+
+
+def _read_sums(directory: Path) -> dict[str, str]:
+    """Name -> sha256 of a SHA256SUMS; {} where there is none."""
+    path, sums = directory / SUMS, {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        digest, _, name = line.partition("  ")
+        sums[name] = digest
+    return sums
 
 
 def _sha256(path: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rl_jax import schema
+from rl_jax.algorithms.options import entry_of
 from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.models import hf, hf_config
 from rl_jax.models.decoder import build_model
@@ -119,7 +120,7 @@ def _from_run(path: Path, files_from: Path | None) -> Origin:
     assert checkpoint is not None, "open_source looked"
     run = checkpoint.absolute().parent.parent
     settings = schema.build(Settings, stored_config(run), "", [])
-    if settings.algorithm.name == "rm":
+    if entry_of(settings.algorithm).makes_scores:
         raise SourceError(
             f"{path} is a reward model: it has a score and no head over the vocabulary; export a policy"
         )
