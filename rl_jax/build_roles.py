@@ -61,6 +61,12 @@ class Setting:
         return self.mode == "train" and learns_from_rows(settings.algorithm, settings.data)
 
     @property
+    def warms_up(self) -> bool:
+        """Whether a fresh run begins with supervised steps on scripted episodes."""
+        plays = self.mode in ("train", "rollout_only") and not self.reads
+        return plays and self.settings.warm_start.steps > 0
+
+    @property
     def max_rows(self) -> int:
         """Most packed rows of a step's batch: one a trajectory."""
         s = self.settings

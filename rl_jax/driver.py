@@ -26,9 +26,13 @@ from rl_jax.learner.batch import Batch, pack, with_advantages
 from rl_jax.metrics import Metric, merge_rows
 from rl_jax.rollout.buffer import Interrupted
 from rl_jax.rollout.selection import SelectionExhausted
+from rl_jax.rollout.traces import sampled_by
 from rl_jax.settings import Settings
 from rl_jax.signals import Preempted, interrupt, on_signal
 from rl_jax.types import Group, SyncResult
+
+
+SAVED = "rollout_only"  # why an episode that was saved and not trained is DROPPED in the ledger
 
 
 class SyncFailed(RuntimeError):
@@ -57,6 +61,8 @@ class DriverState:
     """What the loop carries from step to step and through a checkpoint, beside the learner's own state."""
 
     version: int = 0
+    # the version of these weights where rollout_only publishes them under later ones too; None = `version`
+    weights_version: int | None = None
     algorithm: Any = None
     # name -> {"first": success, "last": success}; of a supervised run: name of a held-out figure -> its values
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -89,10 +95,13 @@ class Driver:
     def collect(self) -> DriverState:
         """rollout_only: `steps` batches under the starting weights, saved and not trained.
 
-        The weights are published again under each next version, so that versions and staleness mean what they mean in
-        training. Raises as run().
+        The weights are published again under each next version, so that batches follow each other as in training; what
+        is saved names the version whose weights sampled it, the start's, so that a replay reads true ages. Raises as
+        run().
         """
         p, cfg = self.parts, self.settings
+        if self.state.weights_version is None:
+            self.state.weights_version = self.state.version
         with self._signals():
             self.publish(self.state.version)
             self.save()  # what train_only starts from
@@ -219,6 +228,7 @@ class Driver:
         p = self.parts
         extra = {
             "version": self.state.version,
+            "weights_version": self.state.weights_version,
             "algorithm": self.state.algorithm,
             "evaluations": self.state.evaluations,
             "evaluated": self.state.evaluated,
@@ -273,9 +283,11 @@ class Driver:
         p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
         groups = p.buffer.take(step, should_stop=self._is_stopping)
         clock.lap("time/wait_for_batch_s")
-        p.buffer.discard(step, "rollout_only")
+        p.buffer.discard(step, SAVED)
         self.publish(step)
         p.rollout.check()
+        assert self.state.weights_version is not None, "collect sets it"
+        groups = [sampled_by(group, self.state.weights_version) for group in groups]
         p.recorder.step(step, groups, clock.metrics(), p.rollout.counts())
 
     def _replay_step(self, groups: Sequence[Group], step: int) -> None:

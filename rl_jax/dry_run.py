@@ -83,10 +83,19 @@ def programs(setting: Setting, model: Model) -> Iterator[Program]:
     setting = replace(setting, settings=plain)
     if setting.mode in TRAINING:
         yield from _learners(setting, model)
+    if setting.warms_up:
+        yield from _warm_start(setting, model)
     if setting.mode != "train_only" and not setting.reads:
         with tracing("the servers' programs"):
             cluster = InProcCluster(setting.plan, setting.meshes, model, setting.settings)
         yield from cluster.lower()
+
+
+def _warm_start(setting: Setting, model: Model) -> Iterator[Program]:
+    with tracing("warm start's step"):
+        warm = make_warm_learner(setting, model)
+    for name, program in warm.lower(empty_batch(setting.settings.learner, ())):
+        yield f"warm start's {name}", program
 
 
 def _learners(setting: Setting, model: Model) -> Iterator[Program]:
@@ -103,11 +112,6 @@ def _learners(setting: Setting, model: Model) -> Iterator[Program]:
     yield from roles.lower(batch)
     if isinstance(policy, Learner):
         yield from lower_frozen(setting, policy, batch)
-    if setting.mode == "train" and s.warm_start.steps and not setting.reads:
-        with tracing("warm start's step"):
-            warm = make_warm_learner(setting, model)
-        for name, program in warm.lower(empty_batch(s.learner, ())):
-            yield f"warm start's {name}", program
 
 
 def played_lines(played: Mapping[str, Played], context: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ zero_signal  no token is trained, or every advantage is 0: nothing pulls, and th
 nonfinite    the update was skipped (learner.max_skipped ends the run), or another figure of the step is not finite.
 ess          effective sample size of the importance weights over their number (is/ess): a few tokens carry the step.
 k3           trainer against sampler over all trained tokens: staleness and numerics together.
+truncated    nearly every episode was cut by its context or its turn's length: what it would have done is not seen.
 lag0         mean |difference| where the same weights sampled and train: numerics alone, so never staleness.
 Source: ESS predicts collapse, arXiv:2602.17616; the bounds of k3 and of lag 0 are what peers call broken.
 Must not: touch a device, or change a step.
@@ -25,7 +26,7 @@ from rl_jax.metrics import Metric
 from rl_jax.settings import GuardSettings
 from rl_jax.types import Group, Outcome, Trajectory
 
-GUARDS = ("zero_signal", "nonfinite", "ess", "k3", "lag0")
+GUARDS = ("zero_signal", "nonfinite", "truncated", "ess", "k3", "lag0")
 LAG0_ABOVE = {"float32": 1e-3, "bfloat16": 0.05}  # of mean |trainer - sampler|, by model.dtype
 
 
@@ -66,6 +67,7 @@ class Guards:
         found = [
             ("zero_signal", s.zero_signal, zero_signal(groups, batch)),
             ("nonfinite", s.nonfinite, nonfinite(metrics)),
+            ("truncated", s.truncated, truncated(groups, s.truncated_above)),
             ("ess", s.ess, self._ess(metrics)),
             ("k3", s.k3, self._k3(metrics)),
             ("lag0", s.lag0, self._lag0(metrics)),
@@ -148,6 +150,27 @@ def nonfinite(metrics: Mapping[str, Metric | float]) -> str | None:
     what = f"{', '.join(bad)} not finite" if bad else "a gradient is not finite"
     done = f"the update was skipped ({', '.join(skipped)})" if skipped else "the update was applied"
     return f"{what}, {done}: lower learner.learning_rate, and look at mismatch/* and the batch in quarantine/"
+
+
+def truncated(groups: Sequence[Group], above: float) -> str | None:
+    """What cut the episodes, where more than this share of them ended by a length; None where not.
+
+    The limit of turns is not counted: it is part of a task.
+    """
+    members = [trajectory for group in groups for trajectory in group.trajectories]
+    cut = Counter(t.truncated_by for t in members if t.truncated_by in ("context", "length"))
+    if not members or cut.total() <= above * len(members):
+        return None
+    causes = {
+        "context": "engine.context (and learner.row_tokens with it), or say less in the environment",
+        "length": "rollout.max_new_tokens",
+    }
+    return (
+        f"{cut.total()} of {len(members)} episodes were cut by "
+        + " and ".join(f"{name} ({num})" for name, num in cut.most_common())
+        + ", so that their ends were not seen: raise "
+        + "; raise ".join(causes[name] for name, _ in cut.most_common())
+    )
 
 
 def _why_flat(groups: Sequence[Group]) -> str:

@@ -30,7 +30,7 @@ from rl_jax.config import ConfigError, Parsed, filled, resolved_python
 from rl_jax.data.corpus import Corpus
 from rl_jax.data.stream import ExampleStream
 from rl_jax.disk import disk_full
-from rl_jax.driver import Driver, Parts
+from rl_jax.driver import SAVED, Driver, Parts
 from rl_jax.dry_run import dry_run, write_plan
 from rl_jax.learner.flops import peak_flops
 from rl_jax.learner.learner import Learner
@@ -40,7 +40,14 @@ from rl_jax.mesh import MeshPlan, build_meshes
 from rl_jax.metrics import Metric, MetricsWriter
 from rl_jax.models.model import Model
 from rl_jax.plan_record import check_disk, plan_record
-from rl_jax.preflight import Resolve, build_model, load_names, prepare_tasks, present_devices
+from rl_jax.preflight import (
+    Resolve,
+    build_model,
+    check_messages,
+    load_names,
+    prepare_tasks,
+    present_devices,
+)
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
 from rl_jax.resume import PLAN, RUNS, check_template, checkpoint_steps, encode
@@ -92,6 +99,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         if pool is not None:
             with progress.phase("environments", "importing them in their worker processes"):
                 prepare_tasks(settings, pool, options.mode)
+                check_messages(settings, pool, renderer.tokenizer)
         elif options.mode == "train_only":
             saved_steps(settings)
         corpus = None
@@ -150,6 +158,8 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             state = next((s for kind, s in END_STATES if isinstance(error, kind)), "failed")
             run_dir.status(state, error=f"{type(error).__name__}: {error}".removesuffix(": "))
             LOG.info("the run ended by", exc_info=True)  # where it came from, for driver.log only
+            if isinstance(error, KeyboardInterrupt):
+                error.args = (f"interrupted; {_goes_on(run_dir)}",)
             _raise_if_out_of_memory(error)
             raise
         run_dir.status("done")
@@ -171,14 +181,20 @@ def _raise_if_disk_full(error: BaseException | None, run_dir: RunDir) -> None:
     """Whatever it ended first: the file, the remedy, and from where the run goes on."""
     if (full := disk_full(error)) is None:
         return
-    steps = checkpoint_steps(run_dir.path)
     text = (
-        f"{full.filename or run_dir.path}: {full.strerror}; free some space, then start the same command again with"
-        f" --run_dir={run_dir.path}: it goes on from "
-        + (f"step {steps[-1]}, the last one saved" if steps else "the start, as no step is saved")
+        f"{full.filename or run_dir.path}: {full.strerror}; free some space, then {_goes_on(run_dir)}"
     )
     run_dir.status("failed", error=text)
     raise OSError(text) from error
+
+
+def _goes_on(run_dir: RunDir) -> str:
+    """How a run that ended early is taken up, and what of it is kept."""
+    steps = checkpoint_steps(run_dir.path)
+    return (
+        f"start the same command again with --run_dir={run_dir.path}: it goes on from "
+        + (f"step {steps[-1]}, the last one saved" if steps else "the start, as no step is saved")
+    )
 
 
 @dataclass
@@ -232,8 +248,7 @@ def _run_mode(job: Job) -> None:
             job.progress.note(
                 f"version {state.version} is past steps={settings.steps}: nothing is trained; raise --config.steps"
             )
-        is_fresh = decision.resume_from is None
-        if mode == "train" and is_fresh and settings.warm_start.steps:
+        if decision.resume_from is None and setting.warms_up:
             _warm_start(job, cluster, learner, parts)
         open_roles(setting, roles, source)
         _settle(job, cluster)
@@ -245,8 +260,10 @@ def _run_mode(job: Job) -> None:
         else:
             driver.publish(state.version)
             driver.evaluate("last")
-    episodes = driver.parts.ledger.counts() if driver.parts.ledger is not None else {}
-    summary = recorder.summary(driver.state.evaluations, episodes)
+    ledger = driver.parts.ledger
+    episodes = ledger.counts() if ledger is not None else {}
+    saved = {"saved": ledger.num_dropped(SAVED)} if mode == "rollout_only" else {}
+    summary = recorder.summary(driver.state.evaluations, episodes, **saved)
     for line in report.closing_lines(job.run_dir, mode, summary, driver.state.version, settings):
         job.progress.note(line)
 
@@ -337,6 +354,8 @@ def _live_parts(
     stack.callback(rollout.close)
     rollout.start()
     if "stream" in extra:
+        if job.setting.owns(job.run_dir.decision.resume_from):
+            ledger.check_seq(extra["ledger_seq"])
         ledger.void(extra["version"])
         stream.restore(extra["stream"])
         rollout.issue_again([stream.task(epoch, index) for epoch, index in extra["pending"]])

@@ -46,8 +46,11 @@ def _main(argv: Sequence[str]) -> int:
     try:
         parsed = config.parse(argv)
         settings, options = parsed.settings, parsed.options
+        decision = None
         if options.run_dir and is_known(settings.algorithm):  # else by job.py, once it is loaded
-            resume.decide(Path(options.run_dir), settings, options.resume)
+            decision = resume.decide(Path(options.run_dir), settings, options.resume)
+        if options.mode == "eval" and (decision is not None or not options.run_dir):
+            resume.check_eval(decision, settings, options.resume)
         if options.run_dir or not options.dry_run:
             check_usable(options.run_dir, is_held=not options.dry_run)
         _set_backend(settings.mesh, settings.model, options.dry_run)
@@ -60,8 +63,8 @@ def _main(argv: Sequence[str]) -> int:
             pool = EnvPool(settings.tasks.sources, settings.rollout, settings.rewards)
             pool.spawn()  # their imports run beside ours
         return importlib.import_module("rl_jax.job").run(parsed, pool, progress, resolve)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        say(" ".join(map(str, error.args)) or "interrupted", sys.stderr)
         return EXIT_INTERRUPT
     except BaseException as error:  # Preempted is no Exception, and is told here too
         code = importlib.import_module("rl_jax.exit_codes").exit_code(error)

@@ -92,6 +92,7 @@ class Ledger:
         self._attempts: dict[str, int] = {}  # uid -> newest attempt
         self._trained: dict[str, int] = {}  # uid -> step
         self._counts: Counter[str] = Counter()  # attempts by current state
+        self._dropped: Counter[str] = Counter()  # DROPPED attempts by reason
         self._issued = 0
         self._seq = 0
         self._replay()
@@ -141,6 +142,21 @@ class Ledger:
         """Attempts by the state they are in now; every state of STATES is a key."""
         with self._lock:
             return {state: self._counts[state] for state in STATES}
+
+    def num_dropped(self, reason: str) -> int:
+        """DROPPED attempts with exactly this reason."""
+        with self._lock:
+            return self._dropped[reason]
+
+    def check_seq(self, seq: int) -> None:
+        """Raises LedgerError if records are gone that a checkpoint knew of. seq: of that checkpoint."""
+        with self._lock:
+            if self._seq < seq:
+                raise LedgerError(
+                    f"{self.path} ends before record {self._seq}, but the checkpoint was saved after record {seq - 1}:"
+                    " records were deleted; restore the file, or go on in a new directory with"
+                    f" --run_dir=NEW --resume={self.path.parent}"
+                )
 
     def check(self, in_flight: int) -> None:
         """Conservation law E1. Args: in_flight: attempts the caller holds, counted without this ledger.
@@ -231,6 +247,8 @@ class Ledger:
         if facts is not None:
             entry.facts = facts
         self._counts[state] += 1
+        if state == "DROPPED":
+            self._dropped[reason] += 1
         if not NEXT[state]:
             del self._open[key]
         return entry

@@ -145,6 +145,7 @@ METRICS = {
     "episodes/malformed_calls": "tool calls that could not be read or made; the policy was told why",
     "episodes/cut_observations": "observations longer than rollout.max_obs_bytes, cut and marked",
     "alarm/zero_signal": "1 where no token was trained or every advantage was 0 (rl_jax/guards.py)",
+    "alarm/truncated": "1 where most episodes were cut by the context or a length of a turn",
     "alarm/nonfinite": "1 where a figure or the update of the step was not finite",
     "alarm/ess": "1 where is/ess was below guards.ess_below",
     "alarm/k3": "1 where mismatch/k3 was above guards.k3_above",

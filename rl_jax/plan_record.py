@@ -93,6 +93,8 @@ def plan_lines(record: Mapping[str, Any], setting: Setting) -> list[str]:
     )
     if "checkpoint" in record:
         lines.append(_disk_line(CheckpointNeed(**record["checkpoint"]), setting.settings))
+    if setting.mode in ("train", "rollout_only") and not setting.reads:
+        lines.append(step_line(setting))
     lines.append(algorithm_line(setting.settings.algorithm))
     if (data := record.get("data")) is not None:
         size = setting.settings.data.batch_rows
@@ -101,6 +103,19 @@ def plan_lines(record: Mapping[str, Any], setting: Setting) -> list[str]:
         listed = ", ".join(f"{num} {split} tasks" for split, num in sizes.items())
         lines.append(f"tag {tag}: {listed}")
     return lines
+
+
+def step_line(setting: Setting) -> str:
+    """How much a step samples, beside what the servers hold at once."""
+    s = setting.settings
+    num = s.rollout.batch_groups * s.rollout.group_size
+    slots = s.engine.slots * sum(server.kind != "prefill" for server in setting.plan.servers)
+    most = s.learner.row_tokens
+    return (
+        f"a step: {s.rollout.batch_groups:,} groups of {s.rollout.group_size} = {num:,} episodes, at most"
+        f" {num * most:,} tokens ({most:,} each); the servers hold {slots:,} episodes at once,"
+        f" {num / slots:,.1f} times a step"
+    )
 
 
 def algorithm_line(settings: AlgorithmSettings) -> str:

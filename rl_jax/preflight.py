@@ -30,7 +30,7 @@ from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
 from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.settings import Settings, TaskSource
-from rl_jax.tokens import Renderer, encodable
+from rl_jax.tokens import Renderer, Tokenizer, encodable
 from rl_jax.tokens.load import load_tokenizer, make_renderer
 from rl_jax.types import Message, Task
 from rl_jax.validate import algorithm_errors
@@ -188,7 +188,8 @@ def prepare_tasks(settings: Settings, pool: EnvPool, mode: str) -> None:
                 f"{where}.env={source.env} has no split train, only {', '.join(splits)}; add one to its tasks()"
             )
         reads = learns_from_rows(settings.algorithm, settings.data)  # and here not from a file
-        plays = mode == "train" and (settings.warm_start.steps or reads) and source.script_episodes
+        warms = mode in ("train", "rollout_only") and settings.warm_start.steps
+        plays = (warms or mode == "train" and reads) and source.script_episodes
         if plays and not pool.has_script(source.tag):
             errors.append(
                 f"{where}.script_episodes={source.script_episodes}, but environment {source.env} has no script();"
@@ -260,10 +261,7 @@ def play(settings: Settings, pool: EnvPool, renderer: Renderer) -> dict[str, Pla
 def check_prompts(settings: Settings, played: Mapping[str, Played]) -> None:
     """Raises ConfigError naming the longest prompt of each split that has one over the limit."""
     errors = [
-        f"tag {tag}: the first prompt of task {p.task_id} has {p.num_tokens} tokens, above the {p.limit} that"
-        f" engine.context={settings.engine.context} leaves beside rollout.max_new_tokens="
-        f"{settings.rollout.max_new_tokens}; raise engine.context to at least"
-        f" {p.num_tokens + settings.rollout.max_new_tokens} (and learner.row_tokens with it), or shorten the task"
+        _over(settings, tag, f"first prompt of task {p.task_id}", p.num_tokens, p.limit)
         for tag, one in played.items()
         for p in one.prompts
         if p.num_tokens > p.limit
@@ -272,14 +270,42 @@ def check_prompts(settings: Settings, played: Mapping[str, Played]) -> None:
         raise ConfigError(errors)
 
 
+def check_messages(settings: Settings, pool: EnvPool, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError naming a task whose own messages leave no room for a turn, of each split; no environment is
+    asked, so a first observation comes on top."""
+    errors = []
+    limit = settings.engine.context - settings.rollout.max_new_tokens
+    for tag in (source.tag for source in settings.tasks.sources):
+        for split in pool.splits(tag):
+            tasks = pool.list_tasks(tag, split)
+            for task in (tasks[i] for i in _longest(tasks)):
+                num = sum(len(tokenizer.encode(message.content)) for message in task.messages)
+                if num > limit:
+                    errors.append(_over(settings, tag, f"text of task {task.id}", num, limit))
+                    break
+    if errors:
+        raise ConfigError(errors)
+
+
+def _over(settings: Settings, tag: str, what: str, num_tokens: int, limit: int) -> str:
+    return (
+        f"tag {tag}: the {what} has {num_tokens} tokens, above the {limit} that"
+        f" engine.context={settings.engine.context} leaves beside rollout.max_new_tokens="
+        f"{settings.rollout.max_new_tokens}; raise engine.context to at least"
+        f" {num_tokens + settings.rollout.max_new_tokens} (and learner.row_tokens with it), or shorten the task"
+    )
+
+
+def _longest(tasks: Sequence[Task]) -> list[int]:
+    """Indices of those that themselves say most."""
+    sizes = [sum(len(message.content) for message in task.messages) for task in tasks]
+    return sorted(range(len(tasks)), key=lambda i: -sizes[i])[:NUM_LONGEST]
+
+
 def to_count(tasks: Sequence[Task]) -> list[Task]:
     """The tasks whose first prompts are counted: all over the split, and those that themselves say most."""
     spread = range(0, len(tasks), max(len(tasks) // NUM_PROMPTS, 1))
-    size = {
-        i: sum(len(message.content) for message in task.messages) for i, task in enumerate(tasks)
-    }
-    longest = sorted(size, key=lambda i: -size[i])[:NUM_LONGEST]
-    return [tasks[i] for i in sorted({*spread, *longest})]
+    return [tasks[i] for i in sorted({*spread, *_longest(tasks)})]
 
 
 @dataclass

@@ -420,9 +420,11 @@ class GuardSettings:
 
     zero_signal: str = "warn"  # no trained token, or every advantage 0
     nonfinite: str = "warn"  # a figure of the step, or its update, is not finite
+    truncated: str = "warn"  # more than truncated_above of the episodes cut by a length
     ess: str = "warn"  # is/ess below ess_below
     k3: str = "warn"  # mismatch/k3 above k3_above
     lag0: str = "warn"  # mismatch/abs_mean_lag0_pure above lag0_above
+    truncated_above: float = 0.9  # share of a step's episodes that ended by context or length
     ess_below: float = 0.5
     k3_above: float = 0.05
     lag0_above: float = 0.0  # 0 = by model.dtype: 1e-3 in float32, 0.05 in bfloat16

@@ -2,13 +2,13 @@
 replay.
 
 Owns: what of a checkpoint is taken. A run goes on from its own with everything in it; so does, in a new directory, a
-fork of one run on episodes from another. Where either trains on rows (RL from sft, rm from sft, sft from sft), or the
-other is a replay, which has no place in a task stream, a fork takes the weights, with a fresh optimizer, from version
-0, and no warm start.
+fork of one run on episodes from another. Where either trains on rows (RL from sft, rm from sft, sft from sft), where
+the other is a replay, which has no place in a task stream, or has other tags, a fork takes the weights, with a fresh
+optimizer, from version 0, and no warm start.
 Must not: start anything, or write.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,8 @@ def starting_point(
     saved = reader.manifest(step)["extra"]
     theirs = saved.get("supervised", "")
     is_replay = mode == "train" and not reads and "stream" not in saved
-    if not is_own and (reads or theirs or is_replay):
+    is_elsewhere = mode != "train_only" and not reads and _has_other_tags(saved, job.settings)
+    if not is_own and (reads or theirs or is_replay or is_elsewhere):
         _take_weights(roles, reader, step, theirs)
         job.note(f"weights of {source}; fresh optimizer, version 0, no warm start")
         return DriverState(), {}, None
@@ -100,6 +101,7 @@ def starting_point(
     roles.load(state)
     driver_state = DriverState(
         version=extra["version"],
+        weights_version=extra.get("weights_version") if mode == "rollout_only" else None,
         algorithm=extra["algorithm"],
         evaluations=extra["evaluations"] if bool(theirs) == reads else {},
         evaluated=extra["evaluated"],
@@ -108,6 +110,14 @@ def starting_point(
     for change in decision.changes:
         job.note(f"changed since: {change}")
     return driver_state, extra, source
+
+
+def _has_other_tags(saved: Mapping[str, Any], settings: Settings) -> bool:
+    """Whether a checkpoint's place in its task stream names other tags, or another order of them, than the config."""
+    if "stream" not in saved:
+        return False
+    theirs = [entry["tag"] for entry in saved["stream"]["tags"]]
+    return theirs != [source.tag for source in settings.tasks.sources]
 
 
 def _begin(job: Setting, roles: Roles) -> None:

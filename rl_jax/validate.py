@@ -140,6 +140,7 @@ INTERVALS = {
     "eval.timeout_s": "(0, inf)",
     "metrics.heartbeat_s": "(0, inf)",
     "metrics.rollouts_every": "[0, inf)",
+    "guards.truncated_above": "[0, 1]",
     "guards.ess_below": "[0, 1]",
     "guards.k3_above": "(0, inf)",
     "guards.lag0_above": "[0, inf)",
@@ -169,7 +170,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "metrics.progress": PROGRESS_FORMS,
     "cluster.backend": ("inproc",),
     **dict.fromkeys(
-        [f"guards.{name}" for name in ("zero_signal", "nonfinite", "ess", "k3", "lag0")],
+        [f"guards.{name}" for name in ("zero_signal", "nonfinite", "truncated", "ess", "k3", "lag0")],
         ("warn", "raise", "off"),
     ),
 }

@@ -24,7 +24,7 @@ from rl_jax.mesh import MeshPlan, build_meshes
 from rl_jax.models.decoder import build_model
 from rl_jax.rollout.episode import env_seed, sample_seed
 from rl_jax.rollout.tasks import TaskStream
-from rl_jax.rollout.traces import read_groups
+from rl_jax.rollout.traces import read_groups, read_traces
 from rl_jax.settings import Settings, WeightSettings
 from rl_jax.testing.envs import EvenEnv
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
@@ -281,6 +281,14 @@ def test_rollout_only_saves_episodes_and_trains_nothing(tmp_path):
         "--config.steps=2",
     )
     assert len(rows(replayed)) == 2
+    # Two versions were published, of the same weights: what is saved says what sampled it.
+    ages = [row["staleness/mean"] for row in rows(replayed)]
+    assert ages == [0, 1]
+    for step in (1, 2):
+        for t in read_traces(directory / f"rollouts/step_{step}/train"):
+            assert t.start_version == 0 and set(t.versions[t.loss_mask].tolist()) == {0}
+            assert not t.context_mixed.any()
+    assert summary["saved"] == 8
 
 
 # --- roles beside the policy ---

@@ -23,6 +23,7 @@ from rl_jax.warm_start import warm_start
 from rl_jax.weights.plan import SyncPlanError
 
 CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
+UNTRAINED = ("--mode=eval", "--resume=never")  # plays what the seed made
 
 
 def told(capsys, directory, *words):
@@ -67,12 +68,28 @@ def test_environment_must_offer_what_the_mode_needs():
         prepare_tasks(parse([CONFIG]).settings, pool, "eval")
 
 
+@pytest.mark.parametrize(
+    ("directory", "words", "line"),
+    [
+        ("", [], "--mode=eval: no --run_dir was named, so the weights would be random; name a run with --run_dir=DIR"),
+        ("new", [], "new has no checkpoint, so the weights would be random"),
+        ("new", ["--resume=strict"], "new holds no run to resume"),
+    ],
+)  # fmt: skip
+def test_evaluating_what_nothing_trained_is_refused(tmp_path, capsys, directory, words, line):
+    named = [f"--run_dir={tmp_path / directory}"] if directory else []
+    assert launch.main([CONFIG, "--mode=eval", *named, *words]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert line in told
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.slow
 def test_evaluation_that_scores_nothing(tmp_path, capsys):
-    code, lines = told(capsys, tmp_path, "--mode=eval", "--config.eval.timeout_s=0.001")
+    code, lines = told(capsys, tmp_path, *UNTRAINED, "--config.eval.timeout_s=0.001")
     assert code == 5 and len(lines) == 1 and "none of 2 episodes got a score" in lines[0]
     # An environment that fails in each of a few episodes: no server is to blame, and its own words are told.
-    broken = ["--config.tasks.sources[0].env=rl_jax.testing.envs:MisbehavingEnv", "--mode=eval"]
+    broken = ["--config.tasks.sources[0].env=rl_jax.testing.envs:MisbehavingEnv", *UNTRAINED]
     code, lines = told(capsys, tmp_path / "broken", *broken)
     assert code == 4 and len(lines) == 1, lines
     assert "none of 2 episodes" in lines[0] and "the last failure, env_error: " in lines[0]
@@ -82,7 +99,7 @@ def test_evaluation_that_scores_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--mode=eval", "--config.rollout.temperature=0"],
+        [*UNTRAINED, "--config.rollout.temperature=0"],
         ["--config.steps=0", "--config.learner.schedule=cosine", "--config.learner.warmup_steps=2"],
     ],
 )

@@ -70,6 +70,27 @@ def test_zero_signal_names_its_cause(groups, options, line):
     assert re.search(line, zero_signal(groups, batch_of(groups, **options)))
 
 
+def test_episodes_cut_by_a_length_are_told_with_what_to_raise():
+    def cut_by(*causes):
+        group = fake_group(0, [0.0] + [1.0] * (len(causes) - 1), [8] * len(causes))
+        pairs = zip(group.trajectories, causes)
+        members = [
+            replace(t, outcome=Outcome.TRUNCATED, truncated_by=cause) if cause else t
+            for t, cause in pairs
+        ]
+        return replace(group, trajectories=tuple(members))
+
+    found = trips({}, [cut_by("context", "context", "length")])["truncated"]
+    assert "3 of 3 episodes were cut by context (2) and length (1)" in found.text
+    assert "raise engine.context" in found.text and "raise rollout.max_new_tokens" in found.text
+    assert trips({}, [cut_by("context", "context", None)]) == {}
+    assert trips({}, [cut_by("turn_limit", "turn_limit")]) == {}  # a limit of the task's own
+    half = GuardSettings(truncated_above=0.5)
+    assert list(trips({}, [cut_by("context", "context", None)], half)) == ["truncated"]
+    off = GuardSettings(truncated="off")
+    assert trips({}, [cut_by("length", "length")], off) == {}
+
+
 def test_one_group_that_differs_is_a_signal():
     groups = [fake_group(0, [1.0, 1.0], [8, 9]), fake_group(1, [1.0, 0.0], [8, 9])]
     assert zero_signal(groups, batch_of(groups)) is None

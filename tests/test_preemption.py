@@ -159,13 +159,39 @@ def test_a_replay_starts_where_its_first_batch_did_and_leads_on(tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_sigterm_in_an_evaluation_ends_it_at_once(tmp_path, monkeypatch, capsys):
+def test_sigterm_in_an_evaluation_ends_it_at_once(tmp_path, monkeypatch, capsys, sampled):
+    shutil.copytree(sampled, tmp_path / "run", symlinks=True)
     sigterm_at(monkeypatch, Rollout, "evaluate", "even")
-    assert run(tmp_path, "--mode=eval") == 75
+    assert run(tmp_path / "run", "--mode=eval") == 75
     assert "stopped by signal 15 with nothing to save; start it again" in capsys.readouterr().err
-    assert state_of(tmp_path) == "preempted"
+    assert state_of(tmp_path / "run") == "preempted"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert run(tmp_path, "--mode=eval") == 0
+    assert run(tmp_path / "run", "--mode=eval") == 0
+
+
+@pytest.mark.slow
+def test_a_fork_to_other_tags_takes_the_weights_alone(tmp_path, sampled, capsys):
+    other = ["--config.tasks.sources[0].tag=odd", f"--resume={sampled}"]
+    assert run(tmp_path / "elsewhere", *other, "--config.steps=1") == 0
+    out = capsys.readouterr()
+    assert "fresh optimizer, version 0, no warm start" in out.out + out.err
+    assert list(losses(tmp_path / "elsewhere")) == [1]
+    assert run(tmp_path / "evaluated", *other, "--mode=eval") == 0
+    theirs = tmp_path / "evaluated" / "summary.json"
+    assert list(json.loads(theirs.read_text())["tasks"]) == ["odd"]
+
+
+@pytest.mark.slow
+def test_records_that_were_deleted_are_missed(tmp_path, sampled, capsys):
+    shutil.copytree(sampled, tmp_path / "run", symlinks=True)
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(lines[: len(lines) // 2]))
+    assert run(tmp_path / "run", "--mode=rollout_only", "--config.steps=5") == 7
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "records were deleted; restore the file" in told
+    ledger.unlink()
+    assert run(tmp_path / "run", "--mode=rollout_only", "--config.steps=5") == 7
 
 
 @pytest.mark.slow
@@ -186,6 +212,9 @@ def test_ctrl_c_lost_in_the_collector_ends_the_run_all_the_same(
     monkeypatch.setattr(Recorder, "step", collected)
     replay = ("--mode=train_only", f"--config.rollout.replay_dir={sampled}")
     assert run(tmp_path / "run", *replay) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"interrupted; start the same command again with --run_dir={tmp_path / 'run'}: it goes on from the start, as no"
+        " step is saved"
+    )
     assert list(losses(tmp_path / "run")) == [1]
     assert state_of(tmp_path / "run") == "interrupted"

@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,12 +12,12 @@ import pytest
 from rl_jax import launch
 from rl_jax.algorithms.grpo import Grpo
 from rl_jax.build_roles import Setting
-from rl_jax.config import parse
+from rl_jax.config import ConfigError, parse
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.trained import state_bytes
 from rl_jax.mesh import MeshPlan, build_meshes
 from rl_jax.plan_record import checkpoint_need
-from rl_jax.preflight import NUM_LONGEST, NUM_PROMPTS, to_count
+from rl_jax.preflight import NUM_LONGEST, NUM_PROMPTS, check_messages, to_count
 from rl_jax.run_dir import RunDir
 from rl_jax.testing.envs import EvenEnv
 from rl_jax.testing.tiny_model import tiny_model
@@ -149,6 +150,22 @@ def test_prompts_are_counted_all_over_a_split_and_where_tasks_say_most():
     assert 997 in counted and NUM_PROMPTS <= len(counted) <= 2 * NUM_PROMPTS + NUM_LONGEST
     assert counted[0] == 0 and max(counted) > 950 and counted == sorted(set(counted))
     assert to_count(tasks[:40]) == tasks[:40]
+
+
+def test_a_task_that_says_more_than_the_context_is_refused_before_a_run_starts():
+    def task(i, num_chars):
+        (one,) = EvenEnv.tasks({"num_tasks": 1}, "train")
+        return replace(one, id=str(i), messages=(Message("user", "x" * num_chars),))
+
+    settings = parse([CONFIG, "--config.rollout.max_new_tokens=28"]).settings  # 100 are left
+    pool = SimpleNamespace(splits=lambda tag: ("train", "eval"))
+    pool.list_tasks = lambda tag, split: [task(i, i if split == "train" else 5) for i in range(101)]
+    check_messages(settings, pool, ByteTokenizer())
+    pool.list_tasks = lambda tag, split: [task(i, i if split == "train" else 5) for i in range(202)]
+    with pytest.raises(ConfigError) as refused:
+        check_messages(settings, pool, ByteTokenizer())
+    (line,) = refused.value.errors
+    assert line.startswith("tag even: the text of task 201 has 201 tokens, above the 100 that engine.context=128")
 
 
 # --- programs --------------------------------------------------------------------------------------------------------

@@ -107,7 +107,8 @@ def test_ctrl_c_in_a_save_waits_for_it_and_says_interrupted(tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint, "_sync_and_hash", slow)
     words = [word.replace("epochs=40", "epochs=2") for word in words]
     assert run(tmp_path, *words) == 130
-    assert capsys.readouterr().err.splitlines() == ["interrupted"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("interrupted; start the same command again with --run_dir=")
     status = json.loads((tmp_path / "STATUS.json").read_text())
     assert (status["state"], status["error"]) == ("interrupted", "KeyboardInterrupt")
     (step,) = (tmp_path / "checkpoints").glob("step_*")

@@ -129,13 +129,14 @@ class TaskStream:
         if tags != saved_tags:
             raise TaskError(
                 f"the task stream was saved with tags {', '.join(saved_tags)} in that order, not {', '.join(tags)}; "
-                "restore tasks.sources or start a new run"
+                "restore tasks.sources, or start in a new --run_dir with --resume=PATH, which takes the weights alone"
             )
         for entry, saved in zip(now["tags"], state["tags"]):
             if (entry["size"], entry["digest"]) != (saved["size"], saved["digest"]):
                 raise TaskError(
                     f"the {entry['size']} tasks of tag {entry['tag']!r} are not the {saved['size']} that the task "
-                    "stream was saved with; restore its source's config or start a new run"
+                    "stream was saved with; restore its source's config, or, to take the weights alone to other tasks,"
+                    " name their tag otherwise in a new --run_dir with --resume=PATH"
                 )
         self._num_issued = {saved["tag"]: saved["issued"] for saved in state["tags"]}
         if self.curriculum is not None and "curriculum" in state:

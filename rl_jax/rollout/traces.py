@@ -17,6 +17,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,26 @@ def trajectory_sha256(trajectory: Trajectory) -> str:
     if len(trajectory.sample_starts) > 1:
         digest.update(np.array(trajectory.sample_starts, "<i4"))
     return digest.hexdigest()
+
+
+def sampled_by(group: Group, version: int) -> Group:
+    """The group as sampled by the weights of `version` alone, whatever they were published as meanwhile."""
+
+    def turn_by(turn: Turn) -> Turn:
+        num = len(turn.tokens)
+        spans = (VersionSpan(0, num, version),) if num else ()
+        return replace(turn, spans=spans, context_mixed=np.zeros(num, bool))
+
+    def trajectory_by(t: Trajectory) -> Trajectory:
+        return replace(
+            t,
+            versions=np.where(t.versions >= 0, np.int32(version), t.versions),
+            context_mixed=np.zeros_like(t.context_mixed),
+            turns=tuple(map(turn_by, t.turns)),
+            start_version=version,
+        )
+
+    return replace(group, trajectories=tuple(map(trajectory_by, group.trajectories)))
 
 
 def write_traces(
