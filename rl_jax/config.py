@@ -280,7 +280,8 @@ def _load(spec: str, library: Path, errors: list[str]) -> ConfigDict | None:
     path = next((p for p in tried if p.suffix == ".py" and p.is_file()), None)
     if path is None:
         there = ", ".join(sorted(p.stem for p in library.glob("*.py") if p.stem != "__init__"))
-        errors.append(f"no config file {name}; {library.name} holds: {there or 'nothing'}")
+        what = f"{name} is no .py file" if Path(name).exists() else f"no config file {name}"
+        errors.append(f"{what}; {library.name} holds: {there or 'nothing'}")
         return None
     module_spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", path)
     assert module_spec is not None and module_spec.loader is not None

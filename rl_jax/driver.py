@@ -31,7 +31,6 @@ from rl_jax.settings import Settings
 from rl_jax.signals import Preempted, interrupt, on_signal
 from rl_jax.types import Group, SyncResult
 
-
 SAVED = "rollout_only"  # why an episode that was saved and not trained is DROPPED in the ledger
 
 

@@ -64,6 +64,7 @@ def dry_run(
         f"programs: {len(record['programs'])} can be traced for {setting.plan.num_devices} devices, here simulated on"
         f" the CPU (kernels chosen by platform are not part of that): {', '.join(record['programs'])}"
     )
+    say("dry run: nothing wrong was found, and nothing was run; start it without --dry_run")
 
 
 def write_plan(setting: Setting, record: Mapping[str, Any]) -> None:

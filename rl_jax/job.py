@@ -58,7 +58,7 @@ from rl_jax.rollout.rollout import Rollout
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.tasks import TaskStream
 from rl_jax.rollout.worker import EnvPool
-from rl_jax.run_dir import RunDir
+from rl_jax.run_dir import METRICS, RunDir
 from rl_jax.settings import Settings
 from rl_jax.signals import Preempted, interrupt, on_signal, stop_at_once
 from rl_jax.start import make_learner, make_warm_learner, saved_batches, saved_steps, starting_point
@@ -181,9 +181,7 @@ def _raise_if_disk_full(error: BaseException | None, run_dir: RunDir) -> None:
     """Whatever it ended first: the file, the remedy, and from where the run goes on."""
     if (full := disk_full(error)) is None:
         return
-    text = (
-        f"{full.filename or run_dir.path}: {full.strerror}; free some space, then {_goes_on(run_dir)}"
-    )
+    text = f"{full.filename or run_dir.path}: {full.strerror}; free some space, then {_goes_on(run_dir)}"
     run_dir.status("failed", error=text)
     raise OSError(text) from error
 
@@ -191,9 +189,8 @@ def _raise_if_disk_full(error: BaseException | None, run_dir: RunDir) -> None:
 def _goes_on(run_dir: RunDir) -> str:
     """How a run that ended early is taken up, and what of it is kept."""
     steps = checkpoint_steps(run_dir.path)
-    return (
-        f"start the same command again with --run_dir={run_dir.path}: it goes on from "
-        + (f"step {steps[-1]}, the last one saved" if steps else "the start, as no step is saved")
+    return f"start the same command again with --run_dir={run_dir.path}: it goes on from " + (
+        f"step {steps[-1]}, the last one saved" if steps else "the start, as no step is saved"
     )
 
 
@@ -398,6 +395,10 @@ def evaluation_tasks(settings: Settings, pool: EnvPool) -> dict[str, Sequence[Ta
 
 
 def _recorder(job: Job) -> Recorder:
+    if job.run_dir.decision.resume_step and job.setting.owns(job.run_dir.decision.resume_from):
+        file = job.run_dir.path / METRICS
+        if not file.exists() or not file.stat().st_size:
+            LOG.warning("%s is gone: the rows of the steps before are lost; the run goes on", file)
     writer = MetricsWriter(job.run_dir.path, job.run_dir.attempt)
     job.stack.callback(writer.close)
     recorder = Recorder(

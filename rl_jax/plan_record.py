@@ -6,6 +6,7 @@ much of it is free. Must not: write, or say what only a dry run finds out (dry_r
 
 import math
 import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from rl_jax.rollout.worker import EnvPool
 from rl_jax.settings import AlgorithmSettings, Settings
 
 ADAM_MOMENTS = 2
+LINE_WIDTH = 120
 POOL_COLUMNS = ("pool", "total", "weights", "train", "kv")
 
 
@@ -95,7 +97,8 @@ def plan_lines(record: Mapping[str, Any], setting: Setting) -> list[str]:
         lines.append(_disk_line(CheckpointNeed(**record["checkpoint"]), setting.settings))
     if setting.mode in ("train", "rollout_only") and not setting.reads:
         lines.append(step_line(setting))
-    lines.append(algorithm_line(setting.settings.algorithm))
+    line = algorithm_line(setting.settings.algorithm)
+    lines += textwrap.wrap(line, LINE_WIDTH, subsequent_indent="  ", break_long_words=False)
     if (data := record.get("data")) is not None:
         size = setting.settings.data.batch_rows
         lines.append(f"{data['summary']}; {data['steps']} steps of {size}")

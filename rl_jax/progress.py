@@ -65,13 +65,14 @@ def format_step(step: int, total: int, row: Row, eta_s: float | None) -> str:
     wait = None
     if values.get("time/step_s"):
         wait = values.get("time/wait_for_batch_s", 0.0) / values["time/step_s"]
+    decodes = values.get("perf/decode_tokens_per_s", 0.0) > 0
     parts += [
         number("loss", "sft/loss"),
         number("loss", "preference/loss"),
         number("accuracy", "preference/accuracy", form=lambda v: f"{v:.0%}"),
         number("margin", "preference/margin"),
-        number("tok/s decode", "perf/decode_tokens_per_s"),
-        number("train", "perf/train_tokens_per_s"),
+        number("tok/s decode", "perf/decode_tokens_per_s") if decodes else None,
+        number("train" if decodes else "tok/s train", "perf/train_tokens_per_s"),
         number("stale", "staleness/mean", "staleness/max"),
         f"wait {wait:.0%}" if wait is not None else None,
         number("kept", "filter/kept", form=lambda v: f"{v:.0%}")

@@ -32,7 +32,9 @@ def closing_lines(
     if (lag0 := summary["mismatch"]["lag0_mean_abs"]) is not None:
         lines.append(f"  |trainer - sampler log-prob| at lag 0: {lag0:.1e} mean")
     ended = {k.lower(): v for k, v in summary["episodes"].items()}
-    if saved := summary.get("saved", 0):  # the ledger, which knows training alone, has them as dropped
+    if saved := summary.get(
+        "saved", 0
+    ):  # the ledger, which knows training alone, has them as dropped
         ended = {"saved": saved, **ended, "dropped": ended["dropped"] - saved}
     ended = {k: v for k, v in ended.items() if v}
     if ended:
@@ -107,7 +109,10 @@ def _sample_episode(path: Path) -> list[str] | None:
     texts = _turn_texts(steps[-1].parent, best.uid)
     for turn, (prompt, text) in enumerate(texts):
         lines += [f"  turn {turn}  {text!r}  <-", *(f"    {line}" for line in prompt.splitlines())]
-    return lines[:SAMPLE_LINES] + (["  ..."] if len(lines) > SAMPLE_LINES else [])
+    half = SAMPLE_LINES // 2
+    if len(lines) > SAMPLE_LINES:  # how it began, and how it ended
+        lines = [*lines[:half], f"  ... ({len(lines) - 2 * half} lines)", *lines[-half:]]
+    return lines
 
 
 def _turn_texts(directory: Path, uid: str) -> list[tuple[str, str]]:

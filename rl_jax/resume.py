@@ -129,11 +129,7 @@ def check_eval(decision: Decision | None, settings: Settings, resume: str) -> No
         return  # a checkpoint is named
     if decision is not None and decision.resume_from is not None:
         return
-    what = (
-        "no --run_dir was named"
-        if decision is None
-        else f"{decision.path} has no checkpoint"
-    )
+    what = "no --run_dir was named" if decision is None else f"{decision.path} has no checkpoint"
     raise RunDirError(
         f"--mode=eval: {what}, so the weights would be random; name a run with --run_dir=DIR, a checkpoint with"
         " --resume=PATH, or a pretrained model with --config.model.source=DIR (--resume=never plays the random ones)"

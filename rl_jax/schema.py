@@ -100,7 +100,9 @@ def unknown_key(where: str, name: str, siblings: Sequence[str]) -> str:
     scores: dict[str, float] = {}
     for key in [*(section + n for n in siblings), *leaf_keys()]:
         leaf = key.rsplit(".", 1)[-1]
-        near = difflib.SequenceMatcher(None, name.lower(), leaf).ratio()
+        initials = "".join(word[:1] for word in leaf.split("_"))  # lr is learning_rate
+        is_short = len(initials) > 1 and initials == name.lower()
+        near = 1.0 if is_short else difflib.SequenceMatcher(None, name.lower(), leaf).ratio()
         scores.setdefault(key, near if leaf in siblings and key == section + leaf else 0.9 * near)
     best = sorted(scores, key=lambda key: (-scores[key], len(key)))
     near_ones = [key for key in best if scores[key] >= MIN_RATIO][:NUM_SUGGESTIONS]

@@ -170,7 +170,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "metrics.progress": PROGRESS_FORMS,
     "cluster.backend": ("inproc",),
     **dict.fromkeys(
-        [f"guards.{name}" for name in ("zero_signal", "nonfinite", "truncated", "ess", "k3", "lag0")],
+        [
+            f"guards.{name}"
+            for name in ("zero_signal", "nonfinite", "truncated", "ess", "k3", "lag0")
+        ],
         ("warn", "raise", "off"),
     ),
 }
@@ -197,7 +200,7 @@ def check(
     errors = [e for key, text in INTERVALS.items() for e in _interval(key, values[key], text)]
     for key, choices in CHOICES.items():
         if values[key] not in (*choices, None):
-            known = ", ".join(choice or "nothing" for choice in choices)
+            known = ", ".join(choice or '"" (empty)' for choice in choices)
             errors.append(f"{key}={values[key]} is not one of {known}")
     for key, table in NAMES.items():
         errors += check_name(key, values[key], table)

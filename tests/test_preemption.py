@@ -170,12 +170,10 @@ def test_sigterm_in_an_evaluation_ends_it_at_once(tmp_path, monkeypatch, capsys,
 
 
 @pytest.mark.slow
-def test_a_fork_to_other_tags_takes_the_weights_alone(tmp_path, sampled, capsys):
+def test_a_fork_to_other_tags_takes_the_weights_alone(tmp_path, sampled):
     other = ["--config.tasks.sources[0].tag=odd", f"--resume={sampled}"]
     assert run(tmp_path / "elsewhere", *other, "--config.steps=1") == 0
-    out = capsys.readouterr()
-    assert "fresh optimizer, version 0, no warm start" in out.out + out.err
-    assert list(losses(tmp_path / "elsewhere")) == [1]
+    assert list(losses(tmp_path / "elsewhere")) == [1]  # from version 0, where the other has 3
     assert run(tmp_path / "evaluated", *other, "--mode=eval") == 0
     theirs = tmp_path / "evaluated" / "summary.json"
     assert list(json.loads(theirs.read_text())["tasks"]) == ["odd"]

@@ -165,7 +165,9 @@ def test_a_task_that_says_more_than_the_context_is_refused_before_a_run_starts()
     with pytest.raises(ConfigError) as refused:
         check_messages(settings, pool, ByteTokenizer())
     (line,) = refused.value.errors
-    assert line.startswith("tag even: the text of task 201 has 201 tokens, above the 100 that engine.context=128")
+    assert line.startswith(
+        "tag even: the text of task 201 has 201 tokens, above the 100 that engine.context=128"
+    )
 
 
 # --- programs --------------------------------------------------------------------------------------------------------
