@@ -13,7 +13,7 @@ import gc
 import importlib
 import logging
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from rl_jax.preflight import (
 )
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
-from rl_jax.resume import PLAN, RUNS, check_template, checkpoint_steps, encode
+from rl_jax.resume import PLAN, RUNS, check_template, checkpoint_steps, encode, template_of
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.buffer import SampleBuffer
 from rl_jax.rollout.curriculum import ANY, Bandit
@@ -138,12 +138,8 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             pool.log_dir = run_dir.logs
         run_dir.start_logging()
         run_dir.write_env(devices=[str(device) for device in jax.devices()])
-        progress.note(f"run directory {run_dir.path}")
-        progress.note(plan.describe())
-        if run_dir.attempt and run_dir.decision.resume_from is None:
-            progress.note(
-                f"no checkpoint here: from step 0 again; older records are in {run_dir.path}/quarantine"
-            )
+        for line in _opening_lines(run_dir, plan, renderer.template_sha256):
+            progress.note(line)
         check_signals()
         settings = replace(settings, run_id=run_dir.run_id)
         job = Job(
@@ -184,6 +180,21 @@ def _raise_if_disk_full(error: BaseException | None, run_dir: RunDir) -> None:
     text = f"{full.filename or run_dir.path}: {full.strerror}; free some space, then {_goes_on(run_dir)}"
     run_dir.status("failed", error=text)
     raise OSError(text) from error
+
+
+def _opening_lines(run_dir: RunDir, plan: MeshPlan, template: str) -> Iterator[str]:
+    """Where the run is, on what, and from what it goes on. template: the hash of this run's."""
+    yield f"run directory {run_dir.path}"
+    yield plan.describe()
+    source = run_dir.decision.resume_from
+    if run_dir.attempt and source is None:
+        yield f"no checkpoint here: from step 0 again; older records are in {run_dir.path}/quarantine"
+    theirs = template_of(source.parent.parent) if source is not None else None
+    if theirs is not None and theirs != template:
+        yield (
+            f"warning: {source} was trained with another tokenizer or chat template ({theirs[:12]}, here"
+            f" {template[:12]}): its weights know that one"
+        )
 
 
 def _goes_on(run_dir: RunDir) -> str:

@@ -223,21 +223,27 @@ def stored_config(path: Path) -> dict[str, Any]:
 def check_template(path: Path, sha256: str) -> None:
     """Raises RunDirError if the run in a directory was begun with another tokenizer or chat template than this one:
     the config names their files, which may have changed."""
+    stored = template_of(path)
+    if stored is not None and stored != sha256:
+        raise RunDirError(
+            f"{path} was begun with the chat template {stored}, and this one is {sha256}: the files of the tokenizer"
+            " were changed since (or this is another version of rl_jax); restore them, or use another --run_dir"
+        )
+
+
+def template_of(path: Path) -> str | None:
+    """The hash of tokenizer and chat template that the run in a directory was begun with; None where there is no run,
+    or one that did not write it. Raises RunDirError."""
     file = path / PLAN
     if not (path / CONFIG).exists() or not file.exists():
-        return
+        return None
     try:
-        stored = json.loads(file.read_text(encoding="utf-8")).get("template_sha256", sha256)
+        return json.loads(file.read_text(encoding="utf-8")).get("template_sha256")
     except (OSError, ValueError, AttributeError) as error:
         raise RunDirError(
             f"{file} cannot be read ({error}), and it says which chat template the run has; restore it, or use another"
             " --run_dir"
         ) from None
-    if stored != sha256:
-        raise RunDirError(
-            f"{path} was begun with the chat template {stored}, and this one is {sha256}: the files of the tokenizer"
-            " were changed since (or this is another version of rl_jax); restore them, or use another --run_dir"
-        )
 
 
 def _elsewhere(path: Path) -> str:

@@ -139,6 +139,10 @@ def test_a_run_goes_on_where_its_model_was_moved(tmp_path, directory, trained, c
     template.write_text(template.read_text().replace("# Tools", "# Functions"))
     assert run(tmp_path / "run", moved, **{"steps": 4, "rollout.max_staleness": 0}) == 2
     assert "was begun with the chat template" in capsys.readouterr().err
+    # In a directory of its own it may: the weights go on, and the change is told.
+    fork = [f"--resume={tmp_path / 'run'}", "--config.metrics.progress=plain"]
+    assert run(tmp_path / "fork", moved, *fork, **{"steps": 4, "rollout.max_staleness": 0}) == 0
+    assert "was trained with another tokenizer or chat template" in capsys.readouterr().out
 
 
 @pytest.mark.slow
