@@ -6,7 +6,8 @@ message of the tool, an error in words too. The episode ends with the answer, a 
 turn, in a turn without calls) or, with answer_by="submit", a call of the tool `submit`. Reward 1.0 if it is exact, else
 0.0; a turn that neither calls nor answers is told what to do and counted in info["idle_turns"].
 
-Splits `train` and `eval` share no expression; both depend on the seed alone.
+Splits `train` and `eval` share no expression; both depend on the seed alone. With `examples` every task begins with so
+many solved ones of neither split, for a model that was never taught to call tools.
 
 Must not: evaluate text as Python. `evaluate` knows numbers and seven operators, and bounds the size of each result.
 """
@@ -19,7 +20,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from envs import read_config
@@ -46,14 +47,15 @@ class CalculatorConfig:
     call_operators: int = 1  # most operators that one call works out; 0 = any number
     answer_by: str = "text"  # text | submit
     spare_turns: int = 2  # a task's turns beyond those that its solution takes
+    examples: int = 0  # solved ones that a task's messages begin with, behind the instructions
     # the system message; {calls} and {ending} say what call_operators and answer_by mean; "" = none
     instructions: str = INSTRUCTIONS
 
     def __post_init__(self):
-        if self.num_tasks < 1 or self.eval_size < 1 or self.spare_turns < 0:
+        if min(self.num_tasks, self.eval_size) < 1 or min(self.spare_turns, self.examples) < 0:
             raise ValueError(
                 f"calculator: num_tasks={self.num_tasks} and eval_size={self.eval_size} must be at least 1,"
-                f" spare_turns={self.spare_turns} at least 0"
+                f" spare_turns={self.spare_turns} and examples={self.examples} at least 0"
             )
         if not 1 <= self.min_steps <= self.max_steps <= 8:
             raise ValueError(
@@ -91,12 +93,21 @@ class Calculator:
             raise ValueError(
                 f"calculator has no split {split!r}; use one of {', '.join(cls.splits)}"
             )
-        held_out = _problems(config, "eval", config.eval_size, frozenset())
-        chosen = held_out
+        chosen = held_out = _problems(config, "eval", config.eval_size, frozenset())
+        used = frozenset(map(_expression, held_out))
+        solved = _problems(config, "examples", config.examples, used) if config.examples else []
         if split == "train":
-            expressions = frozenset(_expression(problem) for problem in held_out)
-            chosen = _problems(config, "train", config.num_tasks, expressions)
-        return [_task(config, split, i, problem) for i, problem in enumerate(chosen)]
+            used |= frozenset(map(_expression, solved))
+            chosen = _problems(config, "train", config.num_tasks, used)
+        tasks = [_task(config, split, i, problem) for i, problem in enumerate(chosen)]
+        shown = [
+            m for i, problem in enumerate(solved) for m in _solved(_task(config, "", i, problem))
+        ]
+        num_told = 1 if config.instructions else 0
+        return [
+            replace(task, messages=(*task.messages[:num_told], *shown, *task.messages[num_told:]))
+            for task in tasks
+        ]
 
     def reset(self, task: Task, seed: int) -> StepResult:
         """The question already stands in task.messages, so there is nothing to add."""
@@ -319,6 +330,19 @@ def _task(config: CalculatorConfig, split: str, i: int, problem: Sequence[str]) 
         max_turns=len(problem) // 2 + 1 + config.spare_turns,
         tools=_tools(config.answer_by),
     )
+
+
+def _solved(task: Task) -> list[Message]:
+    """The question, and all that is said until its answer."""
+    env, rng = Calculator(), random.Random(0)
+    env.reset(task, 0)
+    messages, is_done = [task.messages[-1]], False
+    while not is_done:
+        said = env.script(rng, 1.0)
+        result = env.step(Action(said.content, said.tool_calls))
+        messages += [said, *result.messages]
+        is_done = result.done
+    return messages
 
 
 def _tools(answer_by: str) -> tuple[Mapping[str, Any], ...]:

@@ -178,7 +178,8 @@ def test_bad_config_raises_its_line(two_tasks, word, line):
 
 def test_config_file_that_is_not_there_is_told_with_those_that_are():
     assert errors_of("--config=none.py") == [
-        "no config file none.py; configs holds: quickstart, qwen25_1_5b, qwen25_7b, smollm2_reasoning"
+        "no config file none.py; configs holds: quickstart, qwen25_1_5b, qwen25_7b, smollm2_reasoning,"
+        " smollm2_tools"
     ]
 
 

@@ -110,6 +110,24 @@ def test_a_turn_without_call_or_answer_is_told_what_to_do():
     assert result.info["idle_turns"] == 1.0
 
 
+@pytest.mark.parametrize("answer_by", ["text", "submit"])
+def test_solved_examples_come_first_and_are_of_no_split(answer_by):
+    sizes = {"num_tasks": 30, "eval_size": 10, "min_steps": 1, "max_steps": 2, "max_digits": 1}
+    config = {**sizes, "examples": 3, "answer_by": answer_by}
+    tasks = {split: Calculator.tasks(config, split) for split in ("train", "eval")}
+    plain = Calculator.tasks({**sizes, "answer_by": answer_by}, "eval")
+    assert [t.payload for t in tasks["eval"]] == [t.payload for t in plain]  # the same tasks
+    asked = {t.messages[-1].content for split in tasks.values() for t in split}
+    for task in (*tasks["train"], *tasks["eval"]):
+        system, *shown, _ = task.messages
+        assert system.role == "system" and shown == list(tasks["train"][0].messages[1:-1])
+        assert not asked & {m.content for m in shown}
+    roles = [m.role for m in shown]
+    assert roles.count("user") == 3 and roles[:3] == ["user", "assistant", "tool"]
+    calls = [m for m in shown if m.tool_calls]
+    assert len(calls) == roles.count("tool") + (3 if answer_by == "submit" else 0)
+
+
 @pytest.mark.parametrize("answer, reward", [("{}", 1.0), (" +{} ", 1.0), ("{}.0", 0.0), ("x", 0.0)])
 def test_submitted_answers_are_exact(answer, reward):
     env, task = opened(answer_by="submit", operators="+")
@@ -132,6 +150,7 @@ def test_many_calls_in_a_turn_are_bounded():
         ({"answer_by": "mail"}, "not one of text, submit"),
         ({"max_digits": 1, "min_steps": 1, "max_steps": 1, "operators": "+", "num_tasks": 500}, "only .* distinct"),
         ({"num_tasks": 0}, "must be at least 1"),
+        ({"examples": -1}, "examples=-1 at least 0"),
         ({"max_digits": 0}, "must be in 1..12"),
     ],
 )  # fmt: skip
