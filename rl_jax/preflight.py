@@ -23,6 +23,7 @@ from rl_jax.lowering import LoweringError, tracing
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
+from rl_jax.rewards.check import ENV_SCORER, from_steps
 from rl_jax.role_source import NEEDED_ROLE, find_source, role_errors, vocabulary_error
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.episode import Episode, EpisodeRules
@@ -179,7 +180,7 @@ def prepare_tasks(settings: Settings, pool: EnvPool, mode: str) -> None:
         pool.prepare()
     except EnvError as error:
         raise ConfigError([str(error)]) from None
-    errors, held_out = [], False
+    errors, held_out = shared_ids(pool, settings.tasks.sources), False
     for i, source in enumerate(settings.tasks.sources):
         where, splits = f"tasks.sources[{i}]", pool.splits(source.tag)
         held_out = held_out or any(split != "train" for split in splits)
@@ -200,6 +201,26 @@ def prepare_tasks(settings: Settings, pool: EnvPool, mode: str) -> None:
         )
     if errors:
         raise ConfigError(errors)
+
+
+def shared_ids(pool: EnvPool, sources: Sequence[TaskSource]) -> list[str]:
+    """One line for each held-out split that has ids of train: what is measured on these was trained on."""
+    errors = []
+    for i, source in enumerate(sources):
+        splits = pool.splits(source.tag)
+        if "train" not in splits:
+            continue
+        trained = {task.id for task in pool.list_tasks(source.tag, "train")}
+        for split in splits:
+            tasks = pool.list_tasks(source.tag, split) if split != "train" else ()
+            if both := [task.id.partition("/")[2] for task in tasks if task.id in trained]:
+                some = ", ".join(map(repr, both[:3])) + (", ..." if len(both) > 3 else "")
+                errors.append(
+                    f"tasks.sources[{i}].env={source.env}: {len(both)} of the {len(tasks)} tasks of split {split} have"
+                    f" ids of train ({some}), so what is held out was trained on; give each split tasks, and ids, of"
+                    " its own in tasks()"
+                )
+    return errors
 
 
 def build_model(settings: Settings, resolve: Resolve, vocab_size: int) -> Model:
@@ -316,6 +337,10 @@ class _Trip:
         plan = ScriptPlan(1, 1.0, s.seed)
         (episode,) = await scripted_episodes(self.pool, tasks[:1], self.renderer, rules, plan)
         self._compare(_said(episode), episode.context())
+        if source.reward == ENV_SCORER:
+            reward = from_steps([step.reward for step in episode.steps])
+            if reward.status != "scored":
+                raise ValueError(f"a scripted episode of task {episode.task.id}: {reward.detail}")
         return RoundTrip(
             "a scripted episode", len(episode.turns), len(episode.context()), episode.num_tokens
         )

@@ -185,7 +185,7 @@ class RunDir:
         """Release the directory; its files stay."""
         logger = logging.getLogger("rl_jax")
         for line in self._repeated.rest():
-            LOG.warning(line)
+            LOG.log(logging.INFO if self._status[0] == "failed" else logging.WARNING, line)
         for handler in self._handlers:
             logger.removeHandler(handler)
             handler.close()
