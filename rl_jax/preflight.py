@@ -10,15 +10,24 @@ import asyncio
 import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 
 from rl_jax.algorithms import ALGORITHMS, options
-from rl_jax.algorithms.algorithm import LossInputs, missing_members
+from rl_jax.algorithms.algorithm import LossInputs, RewardPartError, missing_members
+from rl_jax.algorithms.contract import (
+    AlgorithmRaised,
+    ContractError,
+    NotFinite,
+    check_mapping,
+    check_token_loss,
+)
 from rl_jax.algorithms.options import learns_from_rows
+from rl_jax.algorithms.plugin import guarded
 from rl_jax.config import ConfigError
+from rl_jax.learner.batch import pack, with_advantages
 from rl_jax.lowering import LoweringError, tracing
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
@@ -29,8 +38,10 @@ from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.episode import Episode, EpisodeRules
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
+from rl_jax.rollout.selection import selected
 from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.settings import Settings, TaskSource
+from rl_jax.testing.trajectories import fake_group
 from rl_jax.tokens import Renderer, encodable
 from rl_jax.tokens.load import load_tokenizer, make_renderer
 from rl_jax.types import Message, Task
@@ -131,23 +142,56 @@ def load_algorithm(settings: Settings, resolve: Resolve) -> Any:
                 " algorithms say, or from policy.PolicyAlgorithm"
             ]
         )
-    if given.name not in ALGORITHMS:
-        try:
-            with tracing(f"the loss of {name}"):
-                jax.eval_shape(
-                    lambda arrays: algorithm.token_loss(LossInputs(**arrays)),
-                    _some_inputs(algorithm),
-                )
-        except LoweringError as error:
-            hint = "; a setting that it reads must be in the `defaults` of its class"
-            raise ConfigError([f"{error}{hint if 'None' in str(error) else ''}"]) from error
-    return algorithm
+    guard = guarded(given.name, algorithm)
+    if guard is not algorithm:
+        _try_plugin(guard, settings)
+    return guard
+
+
+def _try_plugin(algorithm: Any, settings: Settings) -> None:
+    """Its loss is traced from shapes alone, its host's part given episodes made of thin air. Raises ConfigError for
+    what comes back and cannot be used; what the host's part raises, or makes no number of, may be theirs."""
+    try:
+        inputs = _some_inputs(algorithm)
+        with tracing(f"the loss of {algorithm.named}"):
+            shape = inputs["mask"].shape
+            jax.eval_shape(
+                lambda arrays: check_token_loss(
+                    algorithm, algorithm.token_loss(LossInputs(**arrays)), shape
+                ),
+                inputs,
+            )
+        if not learns_from_rows(settings.algorithm, settings.data):
+            _try_host(algorithm, settings)
+    except (LoweringError, ContractError, AlgorithmRaised) as error:
+        is_told = isinstance(error.__cause__, ContractError | AlgorithmRaised)
+        text = str(error.__cause__ if is_told else error)
+        if "NoneType" in text and "raised" in text:
+            text += "; a setting that it reads must be in the `defaults` of its class"
+        raise ConfigError([text]) from error
+
+
+def _try_host(algorithm: Any, settings: Settings) -> None:
+    """Raises ContractError."""
+    size = max(settings.rollout.group_size, 1)
+    rewards = [float(i % 2) for i in range(size)]
+    groups = [fake_group(i, rewards, [12] * size) for i in range(2)]
+    learner = replace(settings.learner, row_tokens=32)
+    batch = pack(groups, learner)
+    extras = dict.fromkeys(algorithm.needs, batch.behaviour_logprobs)
+    try:
+        for group in groups:
+            selected(group, algorithm.select)
+        with_advantages(batch, groups, extras, algorithm, None, settings.algorithm)
+    except (NotFinite, AlgorithmRaised, RewardPartError):
+        pass  # of these rewards and log-probs; a run has its own
 
 
 def _some_inputs(algorithm: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Of LossInputs: the shapes of a microbatch of one row, with all that the algorithm asked for."""
     names = [f.name for f in fields(LossInputs)]
     told = algorithm.token_inputs((), (), dict.fromkeys(algorithm.needs, ()), None)
+    check_mapping(algorithm, "token_inputs", told)
     optional = {f.name for f in fields(LossInputs) if f.default is None}
     there = [n for n in names if n not in optional or n in {*algorithm.needs, *told, "lag"}]
     dtypes = {"mask": bool} | dict.fromkeys(("segment_ids", "turn_ids", "lag"), "int32")

@@ -229,9 +229,12 @@ class EnvPool:
         tasks: list[Task] = []
         while True:
             owner = f"tag {tag!r} split {split!r}"
-            part = await worker.call(
-                "tasks", owner, self._start_limit, tag=tag, split=split, start=len(tasks)
-            )
+            try:
+                part = await worker.call(
+                    "tasks", owner, self._start_limit, tag=tag, split=split, start=len(tasks)
+                )
+            except WorkerFault as fault:
+                raise WorkerFault(fault.kind, f"tag {tag!r}: {fault.detail}") from None
             tasks += [wire.task_from_wire(task) for task in part["tasks"]]
             if len(tasks) >= part["size"]:
                 return tuple(tasks)
