@@ -4,25 +4,65 @@ An environment is one file here: a class with the Environment protocol of rl_jax
 Python. It runs in a worker process that is bounded and killable, so it may block, raise and print. It
 imports rl_jax.types and its own libraries, nothing else of rl_jax.
 
-    class MyEnv:
-        splits = ("train", "eval")      # the splits tasks() knows; optional, this is the default
+    from dataclasses import dataclass
+
+    from envs import read_config
+    from rl_jax.types import Message, StepResult, Task
+
+
+    @dataclass(frozen=True)
+    class AdderConfig:
+        num_tasks: int = 64
+
+
+    class Adder:
+        splits = ("train", "eval")  # the splits tasks() knows; optional, this is the default
+
         @classmethod
-        def tasks(cls, cfg, split): ... # len() and [i], deterministic; held-out splits are disjoint
-        def reset(self, task, seed): ...
-        def step(self, action): ...
+        def tasks(cls, cfg, split):  # len() and [i], deterministic
+            num = read_config(AdderConfig, cfg).num_tasks
+            first = 0 if split == "train" else num  # held-out tasks, and their ids, are not train's
+            return [
+                Task(
+                    id=f"{split}/{i}",  # of 1 to 256 characters, stable over runs
+                    env="", tag="", reward="env",  # filled in from the task source
+                    messages=(Message("user", f"{i} + 7 ="),),
+                    payload={"a": i, "b": 7},  # the policy never sees it; as JSON
+                    max_turns=2,  # 1 or more
+                )
+                for i in range(first, first + num)
+            ]
+
+        def reset(self, task, seed):
+            self.sum, self.left = task.payload["a"] + task.payload["b"], task.max_turns
+            return StepResult(())  # what the task's messages do not say; no reward
+
+        def step(self, action):
+            self.left -= 1
+            if action.text.strip() == str(self.sum):
+                return StepResult((), reward=1.0, done=True)
+            return StepResult((Message("user", "no"),), reward=0.0, done=self.left == 0)
+
         def close(self): ...
-        def script(self, rng, skill): ...   # optional: the next scripted action, a text or a Message with tool calls
+
+        def script(self, rng, skill):  # optional: the next scripted action, a text or a Message with tool calls
+            return str(self.sum) if rng.random() < skill else "1"
 
 The policy's first context is task.messages followed by the messages of reset(); the messages of a result with
 done=True are not rendered. Task.env, tag and reward are filled in by the worker from the task source, and Task.id
 is prefixed with the tag. All an episode needs lies in its Task, as JSON: an instance is made without arguments.
 
+What tasks(), reset(), step() and script() give is checked in the worker, and refused by the field with the value and
+what may stand there; ids of a held-out split that train has too are refused before the run.
+
 Tools: a Task with `tools` (JSON schemas) has its turns parsed for calls: Action.tool_calls holds those that name a tool
 and have its arguments, Action.text what was said beside them. A call that cannot be read or made never comes here; the
 episode tells the policy why. Without tools, Action.text is all that was said.
 
-Rewards: a finite float from every step(); 0.0 says "no reward". None or NaN from any step makes an episode whose
-reward is "env" unscored, and what is unscored is never trained. reset() gives no reward.
+Rewards: a finite float from every step(); 0.0 says "no reward". None (what StepResult has where none is given) or NaN
+from any step makes an episode whose reward is "env" unscored, and what is unscored is never trained: it counts as a
+failure of the environment, and rollout.max_env_failures of them in a row end the run. Where the task source names a
+scorer, rewards of steps may be None. reset() gives no reward.
 
 Environment variables: a worker sees those of rl_jax/rollout/process.py INHERITED (PATH, HOME and seven more), so that
 no token or key of the driver's reaches an environment by accident, and there is no setting that adds one. What an

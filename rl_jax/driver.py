@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+from rl_jax.algorithms.contract import check_select, check_state
 from rl_jax.data.corpus import Rows, batches
 from rl_jax.guards import Guards, GuardTripped, alarm_metrics
 from rl_jax.learner.batch import Batch, pack, with_advantages
@@ -266,7 +267,9 @@ class Driver:
             batch = self.make_batch(groups)
             clock.lap("time/batch_s")
             learned = dict(self.parts.learner.step(batch, version=step - 1))
-            self.state.algorithm = self.parts.algorithm.learned(self.state.algorithm, learned)
+            algorithm = self.parts.algorithm
+            state = algorithm.learned(self.state.algorithm, learned)
+            self.state.algorithm = check_state(algorithm, "learned", state)
             return batch, learned
 
     def _evaluated(self, when: str, found: Mapping[str, float]) -> None:
@@ -291,7 +294,7 @@ class Driver:
 
     def _replay_step(self, groups: Sequence[Group], step: int) -> None:
         p, clock = self.parts, Stopwatch()
-        groups, dropped = p.algorithm.select(groups)
+        groups, dropped = check_select(p.algorithm, p.algorithm.select(groups))
         if dropped:
             p.recorder.event("filtered", step=step, dropped=[list(drop) for drop in dropped])
         batch, learned = self._learn(step, groups, clock)

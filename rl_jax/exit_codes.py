@@ -5,6 +5,7 @@ Must not: print, or know where an error came from.
 """
 
 from rl_jax.algorithms.algorithm import RewardPartError
+from rl_jax.algorithms.contract import AlgorithmRaised, ContractError
 from rl_jax.backend import BackendError
 from rl_jax.checkpoint import CheckpointError
 from rl_jax.cluster import ServersNotReady
@@ -35,6 +36,8 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (BackendError, 2),
     (RunDirError, 2),
     (SyncPlanError, 2),
+    (ContractError, 2),
+    (AlgorithmRaised, 2),
     (CheckpointError, 3),
     (TaskError, 3),
     (TraceError, 3),

@@ -22,7 +22,9 @@ import jax
 
 from rl_jax import report
 from rl_jax.algorithms import ALGORITHMS
+from rl_jax.algorithms.contract import AlgorithmRaised
 from rl_jax.algorithms.options import learns_from_rows
+from rl_jax.algorithms.plugin import guarded
 from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.cluster import InProcCluster
@@ -157,6 +159,9 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             if isinstance(error, KeyboardInterrupt):
                 error.args = (f"interrupted; {_goes_on(run_dir)}",)
             _raise_if_out_of_memory(error)
+            if isinstance(error, AlgorithmRaised):
+                log = run_dir.logs / "driver.log"
+                raise AlgorithmRaised(f"{error}; its traceback is in {log}") from error
             raise
         run_dir.status("done")
     return 0
@@ -233,6 +238,7 @@ def _run_mode(job: Job) -> None:
     job.stack.callback(checkpointer.finish)
     recorder = _recorder(job)
     algorithm = setting.resolve(settings.algorithm.name, ALGORITHMS)(settings.algorithm)
+    algorithm = guarded(settings.algorithm.name, algorithm)
     if setting.reads:
         return _fit(job, algorithm, checkpointer, recorder)
     learner = make_learner(setting, model, algorithm)

@@ -15,7 +15,6 @@ Thread-safe: the rollout's thread and the driver's both write. fsync is outside 
 """
 
 import json
-import logging
 import os
 import threading
 import time
@@ -25,9 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_jax.disk import naming
-
-LOG = logging.getLogger(__name__)
+from rl_jax.disk import cut_torn_line, naming, open_lines
 
 # state -> states that may follow; () = terminal.
 NEXT: Mapping[str | None, tuple[str, ...]] = {
@@ -97,7 +94,7 @@ class Ledger:
         self._seq = 0
         self._replay()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a", encoding="ascii")  # noqa: SIM115 closed by close()
+        self._file = open_lines(self.path)  # closed by close()
 
     @property
     def seq(self) -> int:
@@ -268,12 +265,8 @@ class Ledger:
     def _replay(self) -> None:
         if not self.path.exists():
             return
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            LOG.warning("%s: cut a torn last line of %d bytes", self.path, len(data) - whole)
-            os.truncate(self.path, whole)
-        for number, line in enumerate(data[:whole].splitlines(), 1):
+        cut_torn_line(self.path)
+        for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
             try:
                 self._replay_record(json.loads(line))
             except (ValueError, KeyError, TypeError, LedgerError) as error:

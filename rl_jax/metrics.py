@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_jax.disk import open_lines
+
 LOG = logging.getLogger(__name__)
 
 # name -> one-line meaning. A name may end in ".x": one task tag, evaluation or reason. lag{n}: n = consuming version
@@ -229,7 +231,7 @@ class MetricsWriter:
         self.num_nonfinite = self.num_lost = 0
         self._attempt, self._strict = attempt, strict
         self._warned: set[str] = set()
-        self._file = open(Path(run_dir) / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._file = open_lines(Path(run_dir) / "metrics.jsonl")
 
     def write(self, step: int, row: Row) -> None:
         """Raises ValueError only if strict."""

@@ -10,26 +10,38 @@ import asyncio
 import json
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 
 from rl_jax.algorithms import ALGORITHMS, options
-from rl_jax.algorithms.algorithm import LossInputs, missing_members
+from rl_jax.algorithms.algorithm import LossInputs, RewardPartError, missing_members
+from rl_jax.algorithms.contract import (
+    AlgorithmRaised,
+    ContractError,
+    NotFinite,
+    check_mapping,
+    check_token_loss,
+)
 from rl_jax.algorithms.options import learns_from_rows
+from rl_jax.algorithms.plugin import guarded
 from rl_jax.config import ConfigError
+from rl_jax.learner.batch import pack, with_advantages
 from rl_jax.lowering import LoweringError, tracing
 from rl_jax.mesh import MeshPlan
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
+from rl_jax.rewards.check import ENV_SCORER, from_steps
 from rl_jax.role_source import NEEDED_ROLE, find_source, role_errors, vocabulary_error
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.episode import Episode, EpisodeRules
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
+from rl_jax.rollout.selection import selected
 from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.settings import Settings, TaskSource
+from rl_jax.testing.trajectories import fake_group
 from rl_jax.tokens import Renderer, Tokenizer, encodable
 from rl_jax.tokens.load import load_tokenizer, make_renderer
 from rl_jax.types import Message, Task
@@ -130,23 +142,56 @@ def load_algorithm(settings: Settings, resolve: Resolve) -> Any:
                 " algorithms say, or from policy.PolicyAlgorithm"
             ]
         )
-    if given.name not in ALGORITHMS:
-        try:
-            with tracing(f"the loss of {name}"):
-                jax.eval_shape(
-                    lambda arrays: algorithm.token_loss(LossInputs(**arrays)),
-                    _some_inputs(algorithm),
-                )
-        except LoweringError as error:
-            hint = "; a setting that it reads must be in the `defaults` of its class"
-            raise ConfigError([f"{error}{hint if 'None' in str(error) else ''}"]) from error
-    return algorithm
+    guard = guarded(given.name, algorithm)
+    if guard is not algorithm:
+        _try_plugin(guard, settings)
+    return guard
+
+
+def _try_plugin(algorithm: Any, settings: Settings) -> None:
+    """Its loss is traced from shapes alone, its host's part given episodes made of thin air. Raises ConfigError for
+    what comes back and cannot be used; what the host's part raises, or makes no number of, may be theirs."""
+    try:
+        inputs = _some_inputs(algorithm)
+        with tracing(f"the loss of {algorithm.named}"):
+            shape = inputs["mask"].shape
+            jax.eval_shape(
+                lambda arrays: check_token_loss(
+                    algorithm, algorithm.token_loss(LossInputs(**arrays)), shape
+                ),
+                inputs,
+            )
+        if not learns_from_rows(settings.algorithm, settings.data):
+            _try_host(algorithm, settings)
+    except (LoweringError, ContractError, AlgorithmRaised) as error:
+        is_told = isinstance(error.__cause__, ContractError | AlgorithmRaised)
+        text = str(error.__cause__ if is_told else error)
+        if "NoneType" in text and "raised" in text:
+            text += "; a setting that it reads must be in the `defaults` of its class"
+        raise ConfigError([text]) from error
+
+
+def _try_host(algorithm: Any, settings: Settings) -> None:
+    """Raises ContractError."""
+    size = max(settings.rollout.group_size, 1)
+    rewards = [float(i % 2) for i in range(size)]
+    groups = [fake_group(i, rewards, [12] * size) for i in range(2)]
+    learner = replace(settings.learner, row_tokens=32)
+    batch = pack(groups, learner)
+    extras = dict.fromkeys(algorithm.needs, batch.behaviour_logprobs)
+    try:
+        for group in groups:
+            selected(group, algorithm.select)
+        with_advantages(batch, groups, extras, algorithm, None, settings.algorithm)
+    except (NotFinite, AlgorithmRaised, RewardPartError):
+        pass  # of these rewards and log-probs; a run has its own
 
 
 def _some_inputs(algorithm: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Of LossInputs: the shapes of a microbatch of one row, with all that the algorithm asked for."""
     names = [f.name for f in fields(LossInputs)]
     told = algorithm.token_inputs((), (), dict.fromkeys(algorithm.needs, ()), None)
+    check_mapping(algorithm, "token_inputs", told)
     optional = {f.name for f in fields(LossInputs) if f.default is None}
     there = [n for n in names if n not in optional or n in {*algorithm.needs, *told, "lag"}]
     dtypes = {"mask": bool} | dict.fromkeys(("segment_ids", "turn_ids", "lag"), "int32")
@@ -179,7 +224,7 @@ def prepare_tasks(settings: Settings, pool: EnvPool, mode: str) -> None:
         pool.prepare()
     except EnvError as error:
         raise ConfigError([str(error)]) from None
-    errors, held_out = [], False
+    errors, held_out = shared_ids(pool, settings.tasks.sources), False
     for i, source in enumerate(settings.tasks.sources):
         where, splits = f"tasks.sources[{i}]", pool.splits(source.tag)
         held_out = held_out or any(split != "train" for split in splits)
@@ -201,6 +246,26 @@ def prepare_tasks(settings: Settings, pool: EnvPool, mode: str) -> None:
         )
     if errors:
         raise ConfigError(errors)
+
+
+def shared_ids(pool: EnvPool, sources: Sequence[TaskSource]) -> list[str]:
+    """One line for each held-out split that has ids of train: what is measured on these was trained on."""
+    errors = []
+    for i, source in enumerate(sources):
+        splits = pool.splits(source.tag)
+        if "train" not in splits:
+            continue
+        trained = {task.id for task in pool.list_tasks(source.tag, "train")}
+        for split in splits:
+            tasks = pool.list_tasks(source.tag, split) if split != "train" else ()
+            if both := [task.id.partition("/")[2] for task in tasks if task.id in trained]:
+                some = ", ".join(map(repr, both[:3])) + (", ..." if len(both) > 3 else "")
+                errors.append(
+                    f"tasks.sources[{i}].env={source.env}: {len(both)} of the {len(tasks)} tasks of split {split} have"
+                    f" ids of train ({some}), so what is held out was trained on; give each split tasks, and ids, of"
+                    " its own in tasks()"
+                )
+    return errors
 
 
 def build_model(settings: Settings, resolve: Resolve, vocab_size: int) -> Model:
@@ -342,6 +407,10 @@ class _Trip:
         plan = ScriptPlan(1, 1.0, s.seed)
         (episode,) = await scripted_episodes(self.pool, tasks[:1], self.renderer, rules, plan)
         self._compare(_said(episode), episode.context())
+        if source.reward == ENV_SCORER:
+            reward = from_steps([step.reward for step in episode.steps])
+            if reward.status != "scored":
+                raise ValueError(f"a scripted episode of task {episode.task.id}: {reward.detail}")
         return RoundTrip(
             "a scripted episode", len(episode.turns), len(episode.context()), episode.num_tokens
         )

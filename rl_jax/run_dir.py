@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 from rl_jax import schema
 from rl_jax.console import FirstOfAKind, WithCount
-from rl_jax.disk import disk_full, existing, naming
+from rl_jax.disk import disk_full, existing, naming, open_lines
 from rl_jax.resume import (
     CHECKPOINTS,
     CONFIG,
@@ -68,7 +68,7 @@ class RunDir:
         self.decision, self._lock = decision, lock
         self.path, self.run_id, self.attempt = decision.path, decision.run_id, decision.attempt
         self.num_lost = 0
-        self._events = open(self.path / EVENTS, "a", encoding="utf-8")  # noqa: SIM115
+        self._events = open_lines(self.path / EVENTS)
         self._handlers: list[logging.Handler] = []
         self._repeated = FirstOfAKind()
         self._status: tuple[str, float] = ("", -math.inf)  # state, when written
@@ -185,7 +185,7 @@ class RunDir:
         """Release the directory; its files stay."""
         logger = logging.getLogger("rl_jax")
         for line in self._repeated.rest():
-            LOG.warning(line)
+            LOG.log(logging.INFO if self._status[0] == "failed" else logging.WARNING, line)
         for handler in self._handlers:
             logger.removeHandler(handler)
             handler.close()

@@ -66,13 +66,13 @@ class Action:
 class Task:
     """One problem. `payload` (the hidden answer) never reaches the policy."""
 
-    id: str  # stable over runs
+    id: str  # stable over runs, not empty
     env: str
     tag: str
     messages: tuple[Message, ...]
-    payload: Mapping[str, Any]
+    payload: Mapping[str, Any]  # as JSON
     reward: str  # "env" or a name of REWARDS
-    max_turns: int
+    max_turns: int  # 1 or more
     # {"type": "function", "function": {"name", "description", "parameters": a JSON schema}}, each; as JSON
     tools: tuple[Mapping[str, Any], ...] = ()
 
@@ -80,6 +80,7 @@ class Task:
 @dataclass(frozen=True)
 class StepResult:
     messages: tuple[Message, ...]
+    # of step(): 0.0 says "no reward", None leaves an episode unscored where the task's reward is "env"
     reward: float | None = None
     done: bool = False
     state_key: str | None = None  # hash of what the agent saw (step-level advantages)

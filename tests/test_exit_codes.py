@@ -59,7 +59,8 @@ def test_what_the_preflight_finds_is_one_line_and_no_directory(tmp_path, capsys,
 
 
 def test_environment_must_offer_what_the_mode_needs():
-    pool = SimpleNamespace(prepare=lambda: None, splits=lambda tag: ("eval",))
+    tasks = lambda tag, split: [SimpleNamespace(id=f"{tag}/{split}/0")]
+    pool = SimpleNamespace(prepare=lambda: None, splits=lambda tag: ("eval",), list_tasks=tasks)
     with pytest.raises(ConfigError, match="has no split train, only eval"):
         prepare_tasks(parse([CONFIG]).settings, pool, "train")
     pool.splits = lambda tag: ("train",)
@@ -84,6 +85,18 @@ def test_evaluating_what_nothing_trained_is_refused(tmp_path, capsys, directory,
     assert not (tmp_path / "new").exists()
 
 
+def test_held_out_tasks_with_ids_of_train_are_counted_and_named():
+    ids = {"train": range(8), "eval": range(4, 12), "hard": range(20, 22)}
+    tasks = lambda tag, split: [SimpleNamespace(id=f"{tag}/{i}") for i in ids[split]]
+    pool = SimpleNamespace(prepare=lambda: None, splits=lambda tag: tuple(ids), list_tasks=tasks)
+    with pytest.raises(ConfigError) as error:
+        prepare_tasks(parse([CONFIG]).settings, pool, "train")
+    (line,) = error.value.errors
+    assert "4 of the 8 tasks of split eval have ids of train ('4', '5', '6', ...)" in line
+    ids["eval"] = range(8, 12)
+    prepare_tasks(parse([CONFIG]).settings, pool, "train")
+
+
 @pytest.mark.slow
 def test_evaluation_that_scores_nothing(tmp_path, capsys):
     code, lines = told(capsys, tmp_path, *UNTRAINED, "--config.eval.timeout_s=0.001")
@@ -93,6 +106,36 @@ def test_evaluation_that_scores_nothing(tmp_path, capsys):
     code, lines = told(capsys, tmp_path / "broken", *broken)
     assert code == 4 and len(lines) == 1, lines
     assert "none of 2 episodes" in lines[0] and "the last failure, env_error: " in lines[0]
+    assert "2 failed in each of 3 attempts" in lines[0] and "eval.timeout_s" not in lines[0]
+    assert f"traceback is in {tmp_path / 'broken' / 'logs' / 'attempt_0' / 'env_0.log'}" in lines[0]
+    # What hung is told by the limit that ended it.
+    hung = [
+        *broken,
+        "--config.rollout.step_timeout_s=1",
+        "--config.tasks.sources[0].config.fault=hang",
+    ]
+    code, lines = told(capsys, tmp_path / "hung", *hung)
+    assert code == 4 and len(lines) == 1, lines
+    assert "took more than rollout.step_timeout_s=1; " in lines[0], lines
+    assert "eval.timeout_s" not in lines[0]
+
+
+@pytest.mark.slow
+def test_one_error_of_an_environment_is_one_line_of_the_terminal(tmp_path, capsys):
+    words = ["--config.tasks.sources[0].env=rl_jax.testing.envs:MisbehavingEnv", "--mode=eval"]
+    launch.main([CONFIG, f"--run_dir={tmp_path / 'r'}", *words])
+    first, last = (
+        capsys.readouterr().err.splitlines()
+    )  # that it happened, and that it ended the run
+    log = tmp_path / "r" / "logs" / "attempt_0" / "env_0.log"
+    for part in (
+        "warning: episode ERRORED (env_error, charged to infra): ",
+        "tag even, task even/eval/8 of rl_jax.testing.envs:MisbehavingEnv): ",
+        "RuntimeError: the environment is broken (envs.py:",
+        f"the traceback is in {log}",
+    ):
+        assert part in first, first
+    assert "in _raise" in log.read_text() and last.startswith("error: ")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """An algorithm from outside the table: what its class says is what a line of the table would, and is held to it."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rl_jax.algorithms.algorithm import Algorithm, Base, missing_members
 from rl_jax.algorithms.grpo import Grpo
 from rl_jax.algorithms.kimi import Kimi
 from rl_jax.algorithms.opd import Opd
+from rl_jax.algorithms.plugin import Guarded, guarded
 from rl_jax.algorithms.policy import PolicyAlgorithm
 from rl_jax.algorithms.ppo import Ppo
 from rl_jax.algorithms.rm import Rm
@@ -271,3 +273,132 @@ def test_a_plugin_trains_and_goes_on(tmp_path, capsys, plugin):
     said = "clip_low" if plugin is LastToken else "ratio_max"
     text = (Path(tmp_path) / "config.json").read_text()
     assert f'"{said}": {CLIP.get(said, 1.5)}' in text
+
+
+class Wrong(PolicyAlgorithm):
+    """Breaks in the function, and the way, that its name says: Wrong.named_after("estimate", None)."""
+
+    compares = False
+    part, gives = "", None
+
+    def estimate(self, scored):
+        return self._or("estimate", scored.spread(scored.totals[0] - 0.5))
+
+    def loss(self, x):
+        return self._or("loss", cispo(x, ratio_max=2.0))
+
+    def advantages(self, groups, extras, state):
+        return self._or("advantages", super().advantages(groups, extras, state))
+
+    def select(self, groups):
+        return self._or("select", super().select(groups))
+
+    def trains(self, trajectory):
+        return self._or("trains", super().trains(trajectory))
+
+    def counted(self, groups, advantages, extras):
+        return self._or("counted", super().counted(groups, advantages, extras))
+
+    def token_inputs(self, groups, advantages, extras, state):
+        return self._or("token_inputs", super().token_inputs(groups, advantages, extras, state))
+
+    def token_loss(self, x):
+        return self._or("token_loss", super().token_loss(x))
+
+    def learned(self, state, metrics):
+        return self._or("learned", super().learned(state, metrics))
+
+    def _or(self, part, right):
+        if part != self.part:
+            return right
+        return self.gives(right) if callable(self.gives) else self.gives
+
+
+def wrong(part, gives):
+    """A plugin whose function `part` gives `gives`, or gives(what would be right)."""
+    said = staticmethod(gives) if callable(gives) else gives
+    return type("Wrong", (Wrong,), {"part": part, "gives": said})
+
+
+def _raise(right):
+    raise KeyError("no such part")
+
+
+SHAPES = [
+    ("estimate", None, "estimate() gave None; it must give one f32[T] for each of the 4"),
+    ("estimate", lambda right: right[:3], "estimate() gave 3 arrays for 4 trajectories"),
+    ("estimate", lambda right: [a[:5] for a in right], "estimate() gave shape (5,) for trajectory"),
+    ("estimate", lambda right: [None] * 4, "estimate() gave None for trajectory r/0/0/0 (number 0)"),
+    ("advantages", None, "advantages() gave None; it must give (one f32[T] a trajectory, the next"),
+    ("advantages", lambda right: right[0], "advantages() gave a list of 4 ("),
+    ("advantages", lambda right: (None, None), "advantages() gave None; it must give one f32[T]"),
+    ("advantages", lambda right: (right[0], {1j}), "advantages() gave a state that is no JSON"),
+    ("select", None, "select() gave None; it must give (the groups to train on, (uid, reason)"),
+    ("select", lambda right: right[0], "select() gave a list of 1 (a Group); it must"),
+    ("select", lambda right: ([], []), "select() gave of group r/0/0 0 kept and nothing dropped"),
+    ("select", lambda right: (right[0], ["x"]), "select() gave a tuple of 2"),
+    ("trains", None, "trains() gave None; it must give True or False"),
+    ("counted", lambda right: [1], "counted() gave 1 arrays for 4 trajectories"),
+    ("token_inputs", None, "token_inputs() gave None; it must give a mapping"),
+    ("token_inputs", {"selected": [1.0]}, "token_inputs()['selected'] gave 1 arrays for 4"),
+    ("loss", None, "loss() gave None; it must give a token_losses.TokenLoss(loss, parts)"),
+    ("loss", lambda right: right.loss, "loss() gave an array float32[1, 8]; it must give a token_l"),
+    ("loss", lambda right: right._replace(loss=right.loss.mean()), "token_loss() gave a loss that is"),
+    ("token_loss", None, "token_loss() gave None; it must give the loss of each token, of shape (1,"),
+    ("token_loss", lambda right: right[0], "token_loss() gave an array float32[1, 8]"),
+    ("token_loss", lambda right: (right[0][:, 1:], right[1]), "that is an array float32[1, 7]"),
+    ("token_loss", lambda right: (right[0], None), "token_loss() gave sums that are None"),
+    ("token_loss", lambda right: (right[0], {"a/b": right[0]}), "the figure 'a/b' as an array"),
+    ("token_loss", _raise, "token_loss() raised KeyError: 'no such part' ("),
+    ("loss", _raise, "token_loss() raised KeyError: 'no such part' ("),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("part, gives, line", SHAPES)
+def test_what_a_plugin_gives_in_the_wrong_shape_is_told_before_a_run_begins(
+    monkeypatch, part, gives, line
+):
+    monkeypatch.setattr(sys.modules[__name__], "Broken", wrong(part, gives), raising=False)
+    words = [CONFIG, f"--config.algorithm.name={__name__}:Broken"]
+    with pytest.raises(ConfigError) as error:
+        load_algorithm(parse(words).settings, launch.resolve)
+    (told_line,) = error.value.errors
+    assert told_line.startswith(f"algorithm.name={__name__}:Broken: ") and line in told_line
+
+
+@pytest.mark.parametrize("part", ["", "estimate", "advantages", "select", "trains"])
+def test_what_only_invented_episodes_may_break_is_left_to_the_run(monkeypatch, part):
+    gives = (lambda right: [a * np.nan for a in right]) if part == "estimate" else _raise
+    monkeypatch.setattr(sys.modules[__name__], "Broken", wrong(part, gives), raising=False)
+    load_algorithm(parse([CONFIG, f"--config.algorithm.name={__name__}:Broken"]).settings, launch.resolve)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "part, gives, line",
+    [
+        ("estimate", lambda right: [a * np.nan for a in right], "advantages() gave nan for trajectory "),
+        ("estimate", _raise, "advantages() raised KeyError: 'no such part' ("),
+        ("select", _raise, "select() raised KeyError: 'no such part' ("),
+        ("learned", _raise, "learned() raised KeyError: 'no such part' ("),
+        ("learned", {1}, "learned() gave a state that is no JSON"),
+    ],
+)  # fmt: skip
+def test_what_a_plugin_does_at_run_time_is_one_line_and_its_frames_are_in_the_log(
+    tmp_path, capsys, monkeypatch, part, gives, line
+):
+    monkeypatch.setattr(sys.modules[__name__], "Broken", wrong(part, gives), raising=False)
+    code, lines = told(capsys, tmp_path, f"--config.algorithm.name={__name__}:Broken")
+    assert code == 2 and len(lines) == 1, lines
+    assert f"algorithm.name={__name__}:Broken: {line}" in lines[0]
+    if gives is _raise:
+        log = tmp_path / "logs" / "attempt_0" / "driver.log"
+        assert "test_plugins.py:" in lines[0] and f"its traceback is in {log}" in lines[0]
+        assert 'raise KeyError("no such part")' in log.read_text()
+
+
+def test_an_algorithm_of_the_table_is_not_guarded():
+    settings = parse([CONFIG]).settings
+    assert type(load_algorithm(settings, launch.resolve)) is Grpo
+    assert not isinstance(guarded("rl_jax.algorithms.grpo:Grpo", object()), Guarded)
+    assert isinstance(named(Capped)[1], Guarded)

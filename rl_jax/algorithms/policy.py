@@ -28,6 +28,7 @@ from rl_jax.algorithms import GRPO, correction, options
 from rl_jax.algorithms.advantages import Scored, group_rewards, num_sampled, trains_scored
 from rl_jax.algorithms.algorithm import Base, LossInputs, Sums
 from rl_jax.algorithms.batch_correction import correct_batch
+from rl_jax.algorithms.contract import ContractError, check_arrays, show
 from rl_jax.algorithms.entropy import applied_entropy_coef, entropy_loss, next_entropy_coef
 from rl_jax.algorithms.filters import select_groups
 from rl_jax.algorithms.kl import kl_token_rewards, next_kl_coef, token_kl, unbiased_kl
@@ -76,7 +77,8 @@ class PolicyAlgorithm(Base):
 
     def advantages(self, groups: Sequence[Group], extras, state) -> tuple[list[np.ndarray], Any]:
         scored, state = self._scored(groups, extras, state)
-        return correct_batch(scored, self.estimate(scored), self.settings.correction), state
+        values = check_arrays(self, "estimate", self.estimate(scored), scored.members)
+        return correct_batch(scored, values, self.settings.correction), state
 
     def counted(self, groups: Sequence[Group], advantages, extras):
         """Without the tokens that `correction` drops; where they count all the same, None."""
@@ -124,6 +126,8 @@ class PolicyAlgorithm(Base):
             return jnp.where(x.mask, values, 0).sum().astype(jnp.float32), num_tokens
 
         out = self.loss(x)
+        if not isinstance(out, TokenLoss):
+            raise ContractError(self, "loss", show(out), "a token_losses.TokenLoss(loss, parts)")
         loss, sums = out.loss, {}
         for part, name in FIGURES.items():
             if part in out.parts:

@@ -10,8 +10,8 @@ import hashlib
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -39,8 +39,10 @@ class Corpus:
     train: Rows
     held_out: Rows
     digest: str  # of the bytes, or of the tokens, that it was made from
-    # rows read, and what became of some: too_long, cut, equal; tokens and trained_tokens of those kept
+    # rows read, and what became of some: too_long, cut, equal; tokens and trained_tokens of those kept; also_trained:
+    # held-out rows whose equal is trained on
     counts: Mapping[str, int]
+    first_also_trained: str = ""  # where such a row stands
 
     def describe(self) -> str:
         """One line for a person."""
@@ -51,8 +53,11 @@ class Corpus:
             "cut to the row's length": c["cut"],
         }
         told = "".join(f", {num} {what}" for what, num in lost.items() if num)
+        also = ""
+        if num := c["also_trained"]:
+            also = f", {num} of them also trained on (the first: {self.first_also_trained})"
         return (
-            f"data: {c['rows']} rows{told}; {len(self.train)} to train on, {len(self.held_out)} held out;"
+            f"data: {c['rows']} rows{told}; {len(self.train)} to train on, {len(self.held_out)} held out{also};"
             f" {c['tokens']} tokens, {c['trained_tokens']} of them trained"
         )
 
@@ -64,6 +69,8 @@ class JsonlExamples:
         self._renderer, self._rules = renderer, rules
         self._files: list[Path] = []
         self._lines: list[tuple[int, int, int, int]] = []  # file, offset, size, crc32
+        self._numbers: list[int] = []  # of the lines in their files, from 1
+        self.digests: list[int] = []  # 64 bits of the tokens of each
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -77,6 +84,10 @@ class JsonlExamples:
         if zlib.crc32(raw) != crc:
             raise DataError(f"{path} was changed while the run reads it; start again")
         return make_example(parse_row(raw, self._rules.form), i, self._renderer, self._rules).group
+
+    def where(self, i: int) -> str:
+        """The file and line of a group."""
+        return f"{self._files[self._lines[i][0]]}:{self._numbers[i]}"
 
     def read(self, key: str, pattern: str, too_long: str) -> tuple[Counter[str], str]:
         """Check every line of the files and keep those that train; (counts, sha256 of the bytes).
@@ -97,6 +108,8 @@ class JsonlExamples:
                     example = make_example(row, len(self), self._renderer, self._rules)
                     if self._keeps(example, too_long, counts):
                         self._lines.append((file, offset, len(raw), zlib.crc32(raw)))
+                        self._numbers.append(number)
+                        self.digests.append(_digest(example.group))
                 except RowError as error:
                     counts["bad"] += 1
                     errors += [f"{path}:{number}: the row {error}"][: MAX_ERRORS - len(errors)]
@@ -140,10 +153,28 @@ def read_corpus(
     rows = JsonlExamples(renderer, rules)
     counts, digest = rows.read("data.path", settings.path, settings.too_long)
     if not settings.eval_path:
-        return split(rows, settings.eval_share, seed, digest, counts)
+        corpus = split(rows, settings.eval_share, seed, digest, counts)
+        kept, out = held_out_places(len(rows), settings.eval_share, seed)
+        return _telling(corpus, rows, kept, rows, out)
     held_out = JsonlExamples(renderer, rules)
     more, other = held_out.read("data.eval_path", settings.eval_path, settings.too_long)
-    return Corpus(rows, held_out, f"{digest}+{other}", counts + more)
+    corpus = Corpus(rows, held_out, f"{digest}+{other}", counts + more)
+    return _telling(corpus, rows, range(len(rows)), held_out, range(len(held_out)))
+
+
+def _telling(
+    corpus: Corpus,
+    rows: JsonlExamples,
+    trained: Iterable[int],
+    others: JsonlExamples,
+    held_out: Iterable[int],
+) -> Corpus:
+    """The corpus with what is held out and trained on too: its figures say nothing of what is new to the policy."""
+    known = {rows.digests[i] for i in trained}
+    also = [i for i in held_out if others.digests[i] in known]
+    counts = Counter(corpus.counts)
+    counts["also_trained"] = len(also)
+    return replace(corpus, counts=counts, first_also_trained=others.where(also[0]) if also else "")
 
 
 def played_corpus(groups: Sequence[Group], eval_share: float, seed: int) -> Corpus:
@@ -158,11 +189,15 @@ def played_corpus(groups: Sequence[Group], eval_share: float, seed: int) -> Corp
 
 def split(rows: Rows, share: float, seed: int, digest: str, counts: Counter[str]) -> Corpus:
     """The corpus in which a share of the rows, drawn by the seed, is held out."""
-    num = num_held_out(len(rows), share)
-    order = epoch_order(f"held_out/{seed}", len(rows))(0)
-    return Corpus(
-        Chosen(rows, np.sort(order[num:])), Chosen(rows, np.sort(order[:num])), digest, counts
-    )
+    kept, held_out = held_out_places(len(rows), share, seed)
+    return Corpus(Chosen(rows, kept), Chosen(rows, held_out), digest, counts)
+
+
+def held_out_places(num_rows: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(places to train on, places held out), ascending. Raises DataError as num_held_out."""
+    num = num_held_out(num_rows, share)
+    order = epoch_order(f"held_out/{seed}", num_rows)(0)
+    return np.sort(order[num:]), np.sort(order[:num])
 
 
 def num_held_out(num_rows: int, share: float) -> int:
@@ -193,6 +228,14 @@ def batches(rows: Rows, size: int) -> Iterator[list[Group]]:
     """All rows in order, `size` at a time; the last batch may be short."""
     for start in range(0, len(rows), size):
         yield [rows[i] for i in range(start, min(start + size, len(rows)))]
+
+
+def _digest(group: Group) -> int:
+    """64 bits of what its members say: equal rows are told by it, wherever they stand."""
+    digest = hashlib.blake2b(digest_size=8)
+    for member in group.trajectories:
+        digest.update(member.tokens.tobytes() + member.loss_mask.tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:

@@ -3,10 +3,12 @@
 Forms of a row: {"messages": [...]} and {"prompt": ..., "completion": ...} for kind "chat"; {"prompt": ...,
 "chosen": ..., "rejected": ...}, where "messages" may stand for "prompt", for kind "pairs". A prompt is a text (one user
 message) or messages; a completion, chosen or rejected is a text (one assistant message) or messages that end with the
-assistant's. Other keys of a row are its own; other keys of a message change what it says, so they are refused.
+assistant's. What else a row's writer wants to keep of it stands under "info", which is not read; any other key of a row
+or a message may change what it says, so it is refused, as is an answer without a word to learn.
 Must not: tokenize, or read a file.
 """
 
+import difflib
 import glob
 import json
 from collections.abc import Mapping, Sequence
@@ -57,6 +59,7 @@ def parse_row(raw: bytes, kind: str) -> Row:
         raise RowError(f"is no JSON ({error}); write one object a line") from None
     if not isinstance(value, dict):
         raise RowError(f"is {_named(value)}, no object; write {_FORMS[kind]}")
+    _check_keys(value, kind)
     if kind == "pairs":
         return _pair(value)
     if "messages" in value:
@@ -70,6 +73,25 @@ _FORMS = {
     "chat": '{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}',
     "pairs": '{"prompt": ..., "chosen": ..., "rejected": ...}',
 }
+
+
+INFO = "info"
+# A file may serve both kinds: a key of the other form is known, and not read.
+KEYS = ("messages", "prompt", "completion", "chosen", "rejected", INFO)
+
+
+def _check_keys(value: Mapping[str, Any], kind: str) -> None:
+    """Raises RowError for a key that nothing reads, or two that say the same."""
+    for key in value:
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, n=1)
+            meant = f"write {near[0]}, or move" if near else "move"
+            raise RowError(
+                f'has the key {key[:40]!r}, which nothing reads; {meant} it under "{INFO}"'
+            )
+    twice = ("prompt", "completion") if kind == "chat" else ("prompt",)
+    if "messages" in value and (also := [key for key in twice if key in value]):
+        raise RowError(f"has messages and {' and '.join(also)}; keep one of the two forms")
 
 
 def _pair(value: Mapping[str, Any]) -> Row:
@@ -89,6 +111,10 @@ def _ending_with_assistant(messages: Sequence[Message], key: str) -> tuple[Messa
             f"{key} ends with a message of the {messages[-1].role}, which nothing answers; end it with one of the"
             " assistant"
         )
+    for i, message in enumerate(messages):
+        if message.role == "assistant" and key != "rejected" and not message.content.strip():
+            where = key if len(messages) == 1 else f"{key}[{i}].content"
+            raise RowError(f"{where} has no word to learn; write the answer, or take the row out")
     return tuple(messages)
 
 

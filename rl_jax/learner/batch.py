@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_jax.algorithms import contract
 from rl_jax.algorithms.advantages import is_closed
 from rl_jax.algorithms.aggregate import sequence_weights
 from rl_jax.algorithms.algorithm import Algorithm
@@ -174,7 +175,8 @@ def with_advantages(
     the algorithm sees them per trajectory. Where they hold a critic's values, its "returns" join them, and so does what
     else the algorithm's token_loss reads of the host.
 
-    Raises: ValueError if the algorithm's advantages do not pair with the trajectories, or are not finite where trained.
+    Raises: ContractError for what the algorithm gave that does not pair with the trajectories, or is not finite where
+    trained.
     """
     settings = resolved(settings)
     members = [trajectory for group in groups for trajectory in group.trajectories]
@@ -182,17 +184,23 @@ def with_advantages(
     extras = dict(extras)
     if "values" in algorithm.needs:
         targets = algorithm.targets(groups, per_member, state)
+        targets = contract.check_arrays(algorithm, "targets", targets, members)
         extras["returns"] = batch.place(targets, np.float32)
-    advantages, state = algorithm.advantages(groups, per_member, state)
-    trains = [bool(algorithm.trains(member)) for member in members]
-    _check_advantages(advantages, members, trains)
-    for name, arrays in algorithm.token_inputs(groups, advantages, per_member, state).items():
-        extras[name] = batch.place(arrays, np.float32)
+    want = "(one f32[T] a trajectory, the next state)"
+    given = algorithm.advantages(groups, per_member, state)
+    advantages, state = contract.check_pair(algorithm, "advantages", given, want)
+    trains = contract.check_trains(algorithm, [algorithm.trains(member) for member in members])
+    advantages = contract.check_arrays(algorithm, "advantages", advantages, members, trains)
+    contract.check_state(algorithm, "advantages", state)
+    inputs = algorithm.token_inputs(groups, advantages, per_member, state)
+    inputs = contract.check_named_arrays(algorithm, "token_inputs", inputs, members)
+    extras |= {name: batch.place(arrays, np.float32) for name, arrays in inputs.items()}
 
     group_of = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
     counted = algorithm.counted(groups, advantages, per_member)
     if counted is None:
         counted = [member.loss_mask for member in members]
+    counted = contract.check_arrays(algorithm, "counted", counted, members)
     counts = np.array([counted[i].sum() * trains[i] for i in batch.trajectory_ids], np.int64)
     weights = np.zeros(len(members), np.float64)
     weights[batch.trajectory_ids] = sequence_weights(
@@ -311,21 +319,3 @@ def _check(trajectory: Trajectory, row_tokens: int, seen: set[str]) -> None:
             f"trajectory {uid}: behaviour log-prob {trajectory.logprobs[bad[0]]} at token {bad[0]} is not finite; "
             "the server that sampled it must fail such a turn"
         )
-
-
-def _check_advantages(advantages, members: Sequence[Trajectory], trains: list[bool]) -> None:
-    if len(advantages) != len(members):
-        raise ValueError(
-            f"the algorithm gave {len(advantages)} advantage arrays for {len(members)} trajectories"
-        )
-    for values, member, trained in zip(advantages, members, trains, strict=True):
-        if np.shape(values) != member.tokens.shape:
-            raise ValueError(
-                f"trajectory {member.uid}: advantages have shape {np.shape(values)}, "
-                f"its tokens {member.tokens.shape}"
-            )
-        if trained and not np.isfinite(values[member.loss_mask]).all():
-            raise ValueError(
-                f"trajectory {member.uid}: advantages are not finite; "
-                f"its reward is {member.reward.value} ({member.reward.status})"
-            )

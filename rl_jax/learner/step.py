@@ -17,6 +17,7 @@ import optax
 
 from kernels.linear_logprob import Hopper, Split
 from rl_jax.algorithms.algorithm import Algorithm, LossInputs, Sums
+from rl_jax.algorithms.contract import check_token_loss
 from rl_jax.learner.attention import RowAttention
 from rl_jax.learner.logprobs import target_logprobs
 from rl_jax.learner.mismatch import mismatch_totals
@@ -157,15 +158,11 @@ def weighted_loss(
 ) -> tuple[jax.Array, Sums]:
     """(the algorithm's loss of a microbatch under loss_weights, its metrics).
 
-    Raises: ValueError, while tracing, for a loss that is not one of each token: broadcast, it would train something.
+    Raises: ContractError, while tracing, for a loss that is not one of each token: broadcast, it would train something.
     """
-    token_loss, sums = algorithm.token_loss(loss_inputs(micro, logprobs, entropy))
     mask = micro["target_mask"]
-    if jnp.shape(token_loss) != mask.shape:
-        raise ValueError(
-            f"token_loss of {type(algorithm).__name__} has shape {jnp.shape(token_loss)}, its inputs {mask.shape}: it"
-            " must give the loss of each token, not reduced"
-        )
+    given = algorithm.token_loss(loss_inputs(micro, logprobs, entropy))
+    token_loss, sums = check_token_loss(algorithm, given, mask.shape)
     return jnp.where(mask, micro["loss_weights"] * token_loss, 0.0).sum(), sums
 
 

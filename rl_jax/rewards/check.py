@@ -18,6 +18,7 @@ from typing import Any
 from rl_jax.types import Reward
 
 ENV_SCORER = "env"  # scorer_version of rewards that are the environment's own
+REMEDY = "give StepResult a reward in every step(), 0.0 for none, or name a scorer as the task source's reward"
 
 
 class NoReward(float):
@@ -82,7 +83,7 @@ def from_steps(step_rewards: Sequence[float | None]) -> Reward:
     for step in step_rewards:
         value = finite(step)
         if value is None:
-            detail = f"reward of step {len(values)} is {show(step)}, no finite number"
+            detail = f"reward of step {len(values)} is {show(step)}, no finite number; {REMEDY}"
             return failed("schema", detail, ENV_SCORER)
         values.append(value)
     if not values:

@@ -110,10 +110,17 @@ class SampleBuffer:
     # --- the rollout's side -----------------------------------------------------------------------------------------
 
     def put(self, group: Group) -> bool:
-        """Add a complete group. False if it was dropped: too old already, not selected, or beyond the limit."""
+        """Add a complete group. False if it was dropped: too old already, not selected, or beyond the limit.
+
+        Raises: what `select` raises, or ContractError, with the group dropped: none is lost where that ends a run.
+        """
         # Of all members: what a rejected one earned is in the statistics of the others.
         oldest = group.oldest_version
-        chosen, reasons = selected(group, self.select)
+        try:
+            chosen, reasons = selected(group, self.select)
+        except Exception:
+            self._drop(group.trajectories, "select_failed")
+            raise
         reason = None
         with self._change:
             self._selection.saw(group)

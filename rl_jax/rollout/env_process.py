@@ -27,16 +27,18 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from operator import attrgetter
 from typing import Any, BinaryIO
 
 from rl_jax.rewards.check import checked
 from rl_jax.rollout import wire
-from rl_jax.tokens.tool_calls import check_tools
 from rl_jax.types import Message
 
 TASKS_PER_LINE = 1000  # bounds a line's length
 CLOSE_S = 2.0  # for instances to close after the driver has gone
+# What an environment did not raise but returned is told apart from what it raised.
+KINDS: dict[type, str] = {wire.BadTask: "bad_task", wire.BadObservation: "bad_observation"}
 BACKSTOP_S = 10.0  # a request this much over its deadline ends the process, should the driver not be there to do it
 
 
@@ -64,7 +66,7 @@ class Worker:
         """Per tag: the splits of its environment, and whether it has scripts."""
         return {
             tag: {
-                "splits": list(getattr(cls, "splits", ("train", "eval"))),
+                "splits": _splits(cls),
                 "script": hasattr(cls, "script"),
             }
             for tag, cls in self._classes.items()
@@ -78,8 +80,10 @@ class Worker:
             return wire.dumps({"i": number, "r": self._verbs[verb](request)})
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            kind = "bad_observation" if isinstance(error, wire.BadObservation) else "env_error"
-            detail = f"{verb}: {error_line(error)}"
+            kind = KINDS.get(type(error), "env_error")
+            # What the checks say names the field; which line of theirs says it helps nobody.
+            said = " ".join(str(error).split()) if type(error) in KINDS else error_line(error)
+            detail = f"{verb}: {said}"
         if verb in ("reset", "step", "script"):
             self._discard(request["e"])
         return wire.dumps({"i": number, "x": [kind, detail]})
@@ -93,27 +97,9 @@ class Worker:
         key = (request["tag"], request["split"])
         if key not in self._tasks:
             source, cls = self._sources[key[0]], self._classes[key[0]]
-            tasks = cls.tasks(source["config"], key[1])
-            self._tasks[key] = [self._task_wire(tasks[i], source) for i in range(len(tasks))]
-            ids = {task["id"] for task in self._tasks[key]}
-            if not ids or len(ids) != len(self._tasks[key]):
-                raise ValueError(
-                    f"split {key[1]!r} of {source['env']!r} has {len(self._tasks[key])} tasks with {len(ids)} "
-                    "distinct ids; it needs at least one task, and an id of its own for each"
-                )
+            self._tasks[key] = _checked_tasks(cls.tasks(source["config"], key[1]), source, key[1])
         tasks, start = self._tasks[key], request["start"]
         return {"size": len(tasks), "tasks": tasks[start : start + TASKS_PER_LINE]}
-
-    def _task_wire(self, task: Any, source: dict[str, Any]) -> dict[str, Any]:
-        tag = source["tag"]
-        check_tools(task.tools)
-        named = {
-            "id": f"{tag}/{task.id}",
-            "env": source["env"],
-            "tag": tag,
-            "reward": source["reward"],
-        }
-        return wire.task_to_wire(task) | named
 
     def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         number, task = request["e"], wire.task_from_wire(request["task"])
@@ -139,10 +125,8 @@ class Worker:
             said = Message("assistant", said)
         if not isinstance(said, Message) or said.role != "assistant":
             what = f"a message of {said.role}" if isinstance(said, Message) else type(said).__name__
-            raise ValueError(
-                f"script() of {task.env!r} returned {what}, no str and no message of the assistant"
-            )
-        return wire.message_to_wire(said)
+            raise wire.BadObservation(f"returned {what}, no str and no message of the assistant")
+        return wire.checked_message(said)
 
     def _close(self, request: dict[str, Any]) -> None:
         self._scripts.pop(request["e"], None)
@@ -161,6 +145,42 @@ class Worker:
             self._close({"e": number})
         except (Exception, SystemExit):
             traceback.print_exc()
+
+
+def _splits(cls: Any) -> list[str]:
+    splits = getattr(cls, "splits", ("train", "eval"))
+    names = list(splits) if isinstance(splits, tuple | list) else []
+    if not names or len({s for s in names if isinstance(s, str) and s}) != len(names):
+        raise ValueError(
+            f'splits of {cls.__qualname__} is {splits!r:.80}; use a tuple of names, as ("train", "eval")'
+        )
+    return names
+
+
+def _checked_tasks(tasks: Any, source: dict[str, Any], split: str) -> list[dict[str, Any]]:
+    """The tasks of a source's split as data. Raises wire.BadTask naming the first that cannot be played."""
+    where = f"split {split!r} of {source['env']!r}"
+    if not hasattr(tasks, "__len__") or not hasattr(tasks, "__getitem__"):
+        raise wire.BadTask(
+            f"{where}: tasks() returned {type(tasks).__name__}, which has no len() and [i]; use a list of Task"
+        )
+    tag, out = source["tag"], []
+    for i in range(len(tasks)):
+        try:
+            task = wire.checked_task(tasks[i])
+        except wire.BadTask as error:
+            raise wire.BadTask(f"{where}: tasks()[{i}] {error}") from None
+        named = {"env": source["env"], "tag": tag, "reward": source["reward"]}
+        out.append(task | named | {"id": f"{tag}/{task['id']}"})
+    num = Counter(task["id"] for task in out)
+    twice = [f"{id_.removeprefix(tag + '/')!r}" for id_, n in num.items() if n > 1]
+    if twice or not out:
+        raise wire.BadTask(
+            f"{where} has {len(out)} tasks with {len(num)} distinct ids"
+            f"{' (twice: ' + ', '.join(twice[:3]) + ')' if twice else ''}; it needs at least one task, and an id of its"
+            " own for each"
+        )
+    return out
 
 
 def resolve(target: str) -> Any:
@@ -188,11 +208,12 @@ def serve(requests: BinaryIO, answers: int) -> None:
     init = wire.loads(line)
     try:
         worker = Worker(init)
+        ready = wire.dumps({"i": init["i"], "r": worker.offers()})
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         _write(answers, wire.dumps({"i": init["i"], "x": ["env_import", error_line(error)]}))
         return
-    _write(answers, wire.dumps({"i": init["i"], "r": worker.offers()}))
+    _write(answers, ready)
     while line := requests.readline():
         request = wire.loads(line)
         signal.setitimer(signal.ITIMER_REAL, request["t"] + BACKSTOP_S)

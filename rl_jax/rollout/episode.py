@@ -154,6 +154,12 @@ class Episode:
         return f"{self.ref.uid}#{self.ref.attempt}"
 
     @property
+    def where(self) -> str:
+        """Names the attempt and its task, for people."""
+        task = self.task
+        return f"{self.session} (tag {task.tag}, task {task.id} of {task.env})"
+
+    @property
     def max_turns(self) -> int:
         return self.rules.max_turns or self.task.max_turns
 
@@ -211,7 +217,7 @@ class Episode:
 
     def fail(self, boundary: str, kind: str, charged_to: str, detail: str) -> None:
         self.outcome = Outcome.FAILED
-        self.failure = Failure(boundary, kind, charged_to, f"{self.session}: {detail}")
+        self.failure = Failure(boundary, kind, charged_to, f"{self.where}: {detail}")
 
     def close(self) -> ClosedEpisode:
         """Raises ValueError while the episode still runs."""

@@ -113,7 +113,7 @@ class Evaluation:
                 raise result
         scored = tuple(r for r in results if isinstance(r, Trajectory))
         num_late = sum(isinstance(r, asyncio.CancelledError) for r in results)
-        if len(scored) < len(tasks):
+        if 0 < len(scored) < len(tasks):  # without any, _failed tells
             LOG.warning(
                 "evaluation %s of version %d: %d of %d episodes have no score (%d not done within"
                 " eval.timeout_s=%g)",
@@ -132,10 +132,10 @@ class Evaluation:
 
     def _failed(self, name: str, num: int, num_late: int, timeout_s: float) -> EvaluationFailed:
         last = self.last_failure
-        text = (
-            f"evaluation {name}: none of {num} episodes got a score within eval.timeout_s={timeout_s:g}"
-            f" ({num_late} were not done)"
-        )
+        why = [f"{num_late} were not done within eval.timeout_s={timeout_s:g}"] * (num_late > 0)
+        if num > num_late:
+            why.append(f"{num - num_late} failed in each of {self.max_attempts} attempts")
+        text = f"evaluation {name}: none of {num} episodes got a score: {', '.join(why)}"
         if last is None:
             return EvaluationFailed(f"{text}; see the ledger for reasons")
         kind = EvaluationFailed if last.boundary == "serve" else EvaluationUnplayable

@@ -85,7 +85,7 @@ class Player:
             episode.enter("being scored")
             reward, failure = await self.rewards.score(episode.task, episode.view())
             if failure is not None:
-                failure = replace(failure, detail=f"{episode.session}: {failure.detail}")
+                failure = replace(failure, detail=f"{episode.where}: {failure.detail}")
                 closed = replace(closed, outcome=Outcome.FAILED, failure=failure)
         if episode.outcome is Outcome.CANCELLED:  # cancelled while it was scored
             raise asyncio.CancelledError
@@ -129,7 +129,7 @@ class Player:
             reason,
             failure.charged_to,
             failure.detail,
-            extra={"kind": f"episode ERRORED ({reason})"},  # see console.py
+            extra={"kind": f"episode ERRORED ({_cause(failure)})"},  # see console.py
         )
         if failure.boundary == "rollout" and failure.kind == "schema":
             self._quarantine(closed, failure)
@@ -177,6 +177,12 @@ def failure_reason(failure: Failure) -> str:
     if failure.kind.startswith(failure.boundary):
         return failure.kind
     return f"{failure.boundary}_{failure.kind}"
+
+
+def _cause(failure: Failure) -> str:
+    """One word for failures of one cause: of those that lived in a worker that ended, each has a reason of its own."""
+    ended = failure.boundary == "env" and failure.kind in ("env_timeout", "env_died", "env_lost")
+    return "its worker ended" if ended else failure_reason(failure)
 
 
 def _facts(episode: Episode) -> EpisodeFacts:

@@ -49,8 +49,8 @@ INHERITED = (
 class WorkerFault(Exception):
     """A call without a result.
 
-    kind: env_error | bad_observation | env_import (the worker's own answer), env_timeout | env_died (it ended in this
-    call), env_lost (it ended in another call).
+    kind: env_error | bad_task | bad_observation | env_import (the worker's own answer), env_timeout | env_died (it
+    ended in this call), env_lost (it ended in another call).
     """
 
     def __init__(self, kind: str, detail: str):

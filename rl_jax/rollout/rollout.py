@@ -321,7 +321,7 @@ class Rollout:
 
     def _fail(self, error: BaseException) -> None:
         if self.failed is None:
-            LOG.error("the rollout failed: %s", error)
+            LOG.info("the rollout failed: %s", error)  # the driver is told, and tells
             self.failed = error
             self._dispatcher.halt()
             self.buffer.fail(error)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rl_jax.algorithms.contract import ContractError, check_select
 from rl_jax.metrics import Metric
 from rl_jax.types import Group
 
@@ -66,11 +67,12 @@ class Selection:
 def selected(group: Group, select: Select | None) -> tuple[Group | None, dict[str, str]]:
     """(the group as it may train or None, uid -> reason of what is dropped: the group itself, or members of it).
 
-    Raises: ValueError if `select` did not keep or drop the group exactly once, or left tokens to a dropped member.
+    Raises: ContractError if `select` did not keep or drop the group exactly once, or left tokens to a dropped member.
     """
     if select is None:
         return group, {}
-    kept, dropped = select([group])
+    algorithm = getattr(select, "__self__", select)
+    kept, dropped = check_select(algorithm, select([group]))
     reasons = {uid: f"{FILTERED}: {reason}" for uid, reason in dropped}
     chosen = kept[0] if kept else None
     names = [t.uid for t in group.trajectories]
@@ -79,13 +81,15 @@ def selected(group: Group, select: Select | None) -> tuple[Group | None, dict[st
         or (chosen is not None and [t.uid for t in chosen.trajectories] != names)
         or not reasons.keys() <= set(names if chosen is not None else [group.uid])
     ):
-        raise ValueError(
-            f"algorithm.select must keep or drop each group exactly once, with all its members; of {group.uid} it kept"
-            f" {len(kept)} and dropped {', '.join(reasons) or 'nothing'}"
+        gave = (
+            f"of group {group.uid} {len(kept)} kept and {', '.join(reasons) or 'nothing'} dropped"
         )
+        want = "each group exactly once, kept with all its members or dropped"
+        raise ContractError(algorithm, "select", gave, want)
     for member in chosen.trajectories if chosen is not None else ():
         if member.uid in reasons and member.loss_mask.any():
-            raise ValueError(f"algorithm.select dropped {member.uid} and left it tokens to train")
+            gave = f"{member.uid} as dropped and left it tokens to train"
+            raise ContractError(algorithm, "select", gave, "a dropped member an empty loss_mask")
     return chosen, reasons
 
 

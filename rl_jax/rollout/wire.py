@@ -11,12 +11,14 @@ Must not: touch a process or a pipe.
 """
 
 import json
+import numbers
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from rl_jax.rewards.check import NoReward, finite, show
 from rl_jax.tokens import ROLES
+from rl_jax.tokens.tool_calls import check_tools
 from rl_jax.types import Action, EpisodeView, Message, Reward, StepResult, Task, ToolCall
 
 MAX_MESSAGES = 256  # of one step result
@@ -24,8 +26,12 @@ MAX_INFO = 64  # numbers in one step result's info
 MAX_KEY = 256  # characters of a state key, an agent's or an info's name
 
 
+class BadTask(ValueError):
+    """What an environment's tasks() gave is no Task that can be played."""
+
+
 class BadObservation(ValueError):
-    """What an environment returned is no StepResult that can be passed on."""
+    """What an environment returned is no StepResult, or no message, that can be passed on."""
 
 
 def dumps(value: Any) -> bytes:
@@ -46,6 +52,35 @@ def task_to_wire(task: Task) -> dict[str, Any]:
         "messages": [message_to_wire(m) for m in task.messages],
         "payload": dict(task.payload),
     }
+
+
+def checked_task(task: Any) -> dict[str, Any]:
+    """As task_to_wire, of what tasks() gave; env, tag and reward are not looked at, as the worker fills them in.
+
+    Raises: BadTask naming the field, the value and what may stand there.
+    """
+    if not isinstance(task, Task):
+        raise BadTask(f"is {show(task)}, no rl_jax.types.Task")
+    if not isinstance(task.id, str) or not 0 < len(task.id) <= MAX_KEY:
+        raise BadTask(f"id is {show(task.id)}; use a str of 1 to {MAX_KEY} characters")
+    turns = task.max_turns
+    if isinstance(turns, bool) or not isinstance(turns, numbers.Integral) or turns < 1:
+        raise BadTask(f"max_turns is {show(turns)}; use an int of at least 1")
+    if not isinstance(task.payload, Mapping):
+        raise BadTask(f"payload is {show(task.payload)}; use a mapping")
+    try:
+        messages = _checked_messages(task.messages)
+        check_tools(task.tools)
+    except ValueError as error:
+        raise BadTask(str(error)) from None
+    out = {field.name: getattr(task, field.name) for field in fields(Task)}
+    out |= {"messages": messages, "payload": dict(task.payload), "max_turns": int(turns)}
+    for name in ("payload", "tools"):
+        try:
+            dumps(out[name])
+        except (TypeError, ValueError) as error:
+            raise BadTask(f"{name} cannot be JSON: {error}; use plain values") from None
+    return out
 
 
 def task_from_wire(wire: Mapping[str, Any]) -> Task:
@@ -117,7 +152,7 @@ def step_to_wire(result: Any, max_obs_bytes: int) -> dict[str, Any]:
     """
     if not isinstance(result, StepResult):
         raise BadObservation(f"returned {type(result).__name__}, no StepResult")
-    messages, cut_bytes = _messages_to_wire(result.messages, max_obs_bytes)
+    messages, cut_bytes = _cut(_checked_messages(result.messages), max_obs_bytes)
     wire: dict[str, Any] = {"m": messages}
     if result.reward is not None:
         reward = finite(result.reward)
@@ -153,20 +188,52 @@ def step_from_wire(wire: Mapping[str, Any]) -> StepResult:
 # --- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _messages_to_wire(messages: Any, max_obs_bytes: int) -> tuple[list[list[Any]], int]:
-    """(messages, bytes cut off)."""
+def checked_message(message: Any) -> list[Any]:
+    """As message_to_wire, of what an environment said. Raises BadObservation."""
+    if not isinstance(message, Message) or not isinstance(message.content, str):
+        what = type(message.content if isinstance(message, Message) else message).__name__
+        raise BadObservation(f"a message or its content is {what}; content must be str")
+    if message.role not in ROLES:
+        raise BadObservation(
+            f"a message's role is {message.role!r:.80}; use one of {', '.join(ROLES)}"
+        )
+    if isinstance(message.tool_calls, tuple | list) and not message.tool_calls:
+        return [message.role, message.content]
+    return [message.role, message.content, _checked_calls(message.tool_calls)]
+
+
+def _checked_messages(messages: Any) -> list[list[Any]]:
     if not isinstance(messages, tuple | list) or len(messages) > MAX_MESSAGES:
         raise BadObservation(f"messages must be a tuple of at most {MAX_MESSAGES} Message")
+    return [checked_message(message) for message in messages]
+
+
+def _checked_calls(calls: Any) -> list[list[Any]]:
+    is_plain = isinstance(calls, tuple | list) and all(
+        isinstance(call, ToolCall)
+        and isinstance(call.name, str)
+        and isinstance(call.arguments, Mapping)
+        and isinstance(call.id, str)
+        for call in calls
+    )
+    if not is_plain:
+        raise BadObservation(
+            "a message's tool_calls must be a tuple of ToolCall(name: str, arguments: mapping, id: str)"
+        )
+    wire = _calls_to_wire(tuple(calls))
+    try:
+        dumps(wire)
+    except (TypeError, ValueError) as error:
+        raise BadObservation(
+            f"a tool call's arguments cannot be JSON: {error}; use plain values"
+        ) from None
+    return wire
+
+
+def _cut(messages: list[list[Any]], max_obs_bytes: int) -> tuple[list[list[Any]], int]:
+    """(messages, bytes cut off)."""
     out, room, cut_bytes = [], max_obs_bytes, 0
-    for message in messages:
-        if not isinstance(message, Message) or not isinstance(message.content, str):
-            what = type(message.content if isinstance(message, Message) else message).__name__
-            raise BadObservation(f"a message or its content is {what}; content must be str")
-        if message.role not in ROLES:
-            raise BadObservation(
-                f"a message's role is {message.role!r:.80}; use one of {', '.join(ROLES)}"
-            )
-        content = message.content
+    for role, content, *calls in messages:
         raw = None if content.isascii() else content.encode("utf-8", "surrogatepass")
         size = len(content) if raw is None else len(raw)
         if size > room:
@@ -174,10 +241,7 @@ def _messages_to_wire(messages: Any, max_obs_bytes: int) -> tuple[list[list[Any]
             content = f"{kept}\n[cut: {size - room} of {size} bytes]"
             cut_bytes += size - room
         room = max(room - size, 0)
-        wire: list[Any] = [message.role, content]
-        if message.tool_calls:
-            wire.append(_calls_to_wire(message.tool_calls))
-        out.append(wire)
+        out.append([role, content, *calls])
     return out, cut_bytes
 
 

@@ -34,6 +34,7 @@ from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
 from rl_jax.types import Action, EpisodeView, Failure, Message, Reward, StepResult, Task
 
+LOGGED = ("env_error", "env_timeout", "env_died")  # faults that leave a trace in a worker's log
 FREE_RESTARTS = 2  # replacements without a pause
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before the later ones; doubles each time
 
@@ -41,9 +42,9 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before the later ones; doubles each tim
 class EnvError(Exception):
     """An environment's call that gave no result.
 
-    kind: env_timeout | env_error (it raised) | env_died (its process ended) | env_lost (its worker ended in another
-    episode's call) | bad_observation | env_import | env_full (no place within the deadline) | env_budget (too many
-    workers ended). charged_to is always infra: the policy cannot know what breaks an environment.
+    kind: env_timeout | env_error (it raised) | bad_task (of tasks()) | env_died (its process ended) | env_lost (its
+    worker ended in another episode's call) | bad_observation | env_import | env_full (no place within the deadline) |
+    env_budget (too many workers ended). charged_to is always infra: the policy cannot know what breaks an environment.
     """
 
     def __init__(self, kind: str, detail: str, charged_to: str = "infra"):
@@ -103,7 +104,7 @@ class EnvHandle:
             return await self._worker.call(verb, self.uid, limit, e=self._number, **payload)
         except WorkerFault as fault:
             self._release()
-            raise self._pool.charge(fault) from None
+            raise self._pool.charge(fault, self._worker) from None
 
     def _result(self, answer: Mapping[str, Any]) -> StepResult:
         result = wire.step_from_wire(answer)
@@ -228,9 +229,12 @@ class EnvPool:
         tasks: list[Task] = []
         while True:
             owner = f"tag {tag!r} split {split!r}"
-            part = await worker.call(
-                "tasks", owner, self._start_limit, tag=tag, split=split, start=len(tasks)
-            )
+            try:
+                part = await worker.call(
+                    "tasks", owner, self._start_limit, tag=tag, split=split, start=len(tasks)
+                )
+            except WorkerFault as fault:
+                raise WorkerFault(fault.kind, f"tag {tag!r}: {fault.detail}") from None
             tasks += [wire.task_from_wire(task) for task in part["tasks"]]
             if len(tasks) >= part["size"]:
                 return tuple(tasks)
@@ -297,7 +301,8 @@ class EnvPool:
             )
         except WorkerFault as fault:
             self.counts[f"reward_{fault.kind}"] += 1
-            return failed("timeout" if fault.kind == "env_timeout" else "error", fault.detail, name)
+            status = "timeout" if fault.kind == "env_timeout" else "error"
+            return failed(status, self._told(fault, worker), name)
 
     async def close(self) -> None:
         """End all processes. Idempotent."""
@@ -308,10 +313,10 @@ class EnvPool:
 
     # --- for handles --------------------------------------------------------------------------------------------------
 
-    def charge(self, fault: WorkerFault) -> EnvError:
+    def charge(self, fault: WorkerFault, worker: WorkerProcess | None = None) -> EnvError:
         """The typed, counted error of an environment's call."""
         self.counts[fault.kind] += 1
-        return EnvError(fault.kind, fault.detail)
+        return EnvError(fault.kind, self._told(fault, worker))
 
     def finished(self, worker: WorkerProcess) -> None:
         """An episode of this worker came to its end: the place works."""
@@ -320,6 +325,12 @@ class EnvPool:
     def release(self, worker: WorkerProcess) -> None:
         worker.num_live -= 1
         self._place_free.set()
+
+    def _told(self, fault: WorkerFault, worker: WorkerProcess | None) -> str:
+        """What is wrong, and which file has the traceback, or the stack of a call that hung."""
+        if worker is None or self.log_dir is None or fault.kind not in LOGGED:
+            return fault.detail
+        return f"{fault.detail}; the traceback is in {self.log_dir / worker.name}.log"
 
     # --- workers ------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ def read(path, *rows, rules=CHAT, **settings):
 def test_forms_of_a_prompt_and_of_an_answer_say_the_same():
     forms = [
         {"messages": [USER, ASSISTANT]},
-        {"prompt": "hi", "completion": "ho", "source": "other keys are the row's own"},
+        {"prompt": "hi", "completion": "ho", "info": {"source": "not read"}},
         {"prompt": [USER], "completion": [{**ASSISTANT, "tool_calls": None}]},
     ]
     said = [parse_row(json.dumps(form).encode(), "chat").conversations for form in forms]
@@ -38,7 +38,19 @@ def test_forms_of_a_prompt_and_of_an_answer_say_the_same():
 BAD = [
     (CHAT, "{", "is no JSON"),
     (CHAT, "[1]", "is a list, no object; write"),
-    (CHAT, {"message": [USER]}, "has the keys message but no prompt; write"),
+    (CHAT, {"message": [USER]}, "has the key 'message', which nothing reads; write messages, or move it under"),
+    (CHAT, {"source": "x"}, "has the key 'source', which nothing reads; move it under \"info\""),
+    (CHAT, {"prompt": "hi", "completion": "ho", "complation": "x"}, "has the key 'complation', which nothing"),
+    (PAIRS, {"prompt": "hi", "chosen": "a", "reject": "b"}, "nothing reads; write rejected, or move it"),
+    (CHAT, {"info": 1}, "has the keys info but no prompt; write"),
+    (CHAT, {"messages": [USER, ASSISTANT], "prompt": "hi"}, "has messages and prompt; keep one of the two forms"),
+    (CHAT, {"messages": [USER, ASSISTANT], "completion": "ho"}, "has messages and completion; keep one"),
+    (PAIRS, {"messages": [USER], "prompt": "hi", "chosen": "a", "rejected": "b"}, "has messages and prompt; keep"),
+    (CHAT, {"prompt": "hi", "completion": ""}, "completion has no word to learn; write the answer, or take the row"),
+    (CHAT, {"prompt": "hi", "completion": " \n"}, "completion has no word to learn"),
+    (CHAT, {"messages": [USER, {"role": "assistant", "content": ""}]}, "messages[1].content has no word to learn"),
+    (CHAT, {"messages": [USER, {"role": "assistant", "content": ""}, USER, ASSISTANT]}, "messages[1].content has no"),
+    (PAIRS, {"prompt": "hi", "chosen": "", "rejected": "b"}, "chosen has no word to learn"),
     (CHAT, {"prompt": "hi"}, "has the keys prompt but no completion"),
     (CHAT, {"messages": []}, "messages is empty; it must be a list of messages"),
     (CHAT, {"messages": "hi"}, "messages is a text; it must be a list"),
@@ -62,6 +74,11 @@ def test_bad_row_is_told_by_file_and_line(tmp_path, rules, row, told):
         read(path, good, "", row, rules=rules)
     assert len(error.value.errors) == 1
     assert error.value.errors[0].startswith(f"{path}:3: the row ") and told in str(error.value)
+
+
+def test_what_is_rejected_may_be_empty(tmp_path):
+    corpus = read(tmp_path / "r", {"prompt": "hi", "chosen": "ho", "rejected": ""}, rules=PAIRS)
+    assert len(corpus.train) == 1
 
 
 def test_many_bad_rows_are_told_together_and_the_rest_counted(tmp_path):
@@ -105,6 +122,11 @@ def test_held_out_rows_are_a_share_drawn_by_the_seed_or_another_file(tmp_path):
     assert (len(corpus.train), len(corpus.held_out)) == (6, 2) and len(set(tokens)) == 8
     again = read(tmp_path / "r", *rows, eval_path=str(tmp_path / "r"))
     assert (len(again.train), len(again.held_out)) == (8, 8)
+    assert "8 held out, 8 of them also trained on (the first: " in again.describe()
+    assert f"{tmp_path / 'r'}:1); " in again.describe() and again.counts["also_trained"] == 8
+    assert "also trained" not in corpus.describe() and corpus.counts["also_trained"] == 0
+    twice = read(tmp_path / "twice", *[rows[0]] * 4, eval_share=0.25)
+    assert "1 held out, 1 of them also trained on" in twice.describe()
     with pytest.raises(
         DataError, match="data.eval_share=0.01 of 8 rows is 0, which leaves nothing to evaluate"
     ):

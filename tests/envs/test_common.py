@@ -3,17 +3,23 @@
 Deterministic by seed, ends, survives garbage, closes; its tasks can cross a process and held-out tasks are disjoint.
 """
 
+import asyncio
 import importlib
+import inspect
 import json
 import random
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+import envs
 from envs import ENVS
 from rl_jax.rewards.check import from_steps
 from rl_jax.rollout import wire
+from rl_jax.rollout.worker import EnvPool
+from rl_jax.settings import RolloutSettings, TaskSource
 from rl_jax.types import Action, Message
 
 MAX_OBS_BYTES = 65_536
@@ -197,3 +203,26 @@ def test_wrong_config_and_split_are_told_with_the_remedy(case):
         cls.tasks({**case.config, "nonsense": 1}, "train")
     with pytest.raises(ValueError, match=r"no split 'test'; use one of train, eval"):
         cls.tasks(case.config, "test")
+
+
+def test_the_skeleton_of_the_docs_is_an_environment(tmp_path, monkeypatch):
+    """Word by word as it stands there."""
+    page = inspect.getdoc(envs) or ""
+    start = page.index("    from dataclasses import dataclass")
+    body = page[start : page.index("The policy's first context")]
+    (tmp_path / "adder_env.py").write_text(textwrap.dedent(body), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    case = Case("adder_env:Adder", "eval", {"num_tasks": 8})
+    for check in (
+        test_tasks_are_deterministic_and_cross_a_process,
+        test_held_out_tasks_are_disjoint_from_training,
+        test_episodes_are_deterministic_by_seed,
+        test_an_episode_of_garbage_ends_with_finite_rewards,
+        test_close_is_safe_at_any_time_and_an_instance_can_be_reset_again,
+        test_scripts_solve_with_full_skill_and_never_without,
+    ):
+        check(case)
+    pool = EnvPool([TaskSource("adder", case.env, config=case.config)], RolloutSettings())
+    pool.prepare()  # and what the worker checks of it
+    assert len(pool.list_tasks("adder", "eval")) == 8
+    asyncio.run(pool.close())

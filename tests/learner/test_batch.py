@@ -263,9 +263,15 @@ def test_advantages_that_do_not_pair_are_refused():
 
     algorithm = Wrong(ALGORITHM)
     for values, error in (
-        ([np.zeros(8)], "1 advantage arrays for 2 trajectories"),
-        ([np.zeros(8), np.zeros(9)], r"r/0/0/1: advantages have shape \(9,\)"),
-        ([np.full(8, np.nan), np.zeros(12)], "r/0/0/0: advantages are not finite"),
+        ([np.zeros(8)], "advantages.. gave 1 arrays for 2 trajectories"),
+        (
+            [np.zeros(8), np.zeros(9)],
+            r"gave shape \(9,\) for trajectory r/0/0/1 .number 1. of 12 tokens",
+        ),
+        (
+            [np.full(8, np.nan), np.zeros(12)],
+            "gave nan for trajectory r/0/0/0 .number 0., whose reward is",
+        ),
     ):
         algorithm.values = values
         with pytest.raises(ValueError, match=error):

@@ -429,7 +429,7 @@ def test_loss_that_is_not_one_of_each_token_is_refused_while_it_is_traced(model_
         Reduced(AlgorithmSettings()), SETTINGS, max_rows=8, temperature=1.0, total_steps=1,
     )  # fmt: skip
     with pytest.raises(
-        LoweringError, match=r"^policy step cannot be traced: ValueError: token_loss of Reduced has"
+        LoweringError, match=r"^policy step cannot be traced: ContractError: Reduced: token_loss"
     ):
         list(learner.lower(empty_batch(SETTINGS, ())))
 

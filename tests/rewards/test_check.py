@@ -75,5 +75,5 @@ def test_environment_reward_is_the_sum_of_its_steps():
 def test_one_step_without_a_number_makes_the_episode_unscored(bad, shown):
     reward = from_steps([1.0, bad, 1.0])
     assert (reward.status, reward.value, reward.parts) == ("schema", None, {})
-    assert reward.detail == f"reward of step 1 is {shown}, no finite number"
+    assert reward.detail.startswith(f"reward of step 1 is {shown}, no finite number; give StepRes")
     assert from_steps([]).status == "schema"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rl_jax.algorithms.contract import ContractError
 from rl_jax.ledger import EpisodeFacts, EpisodeRef, Ledger, LedgerError
 from rl_jax.rollout.assembly import ClosedEpisode, assemble
 from rl_jax.rollout.buffer import Interrupted, SampleBuffer, TakeTimeout, ref_of
@@ -221,18 +222,25 @@ def test_filtering_in_vain_ends_with_the_reasons_of_the_tag_that_is_missing(ledg
 
 
 def test_selection_that_forgets_a_group_or_a_member_is_an_error(ledger):
-    buffer, group = SampleBuffer(SETTINGS, ledger, ["a"]), make_group(ledger, 0)
-    member = group.trajectories[0].uid
-    for kept, dropped, line in (
-        ([], [], "exactly once"),
-        ([group], [(group.uid, "x")], "exactly once"),
-        ([replace(group, trajectories=group.trajectories[:1])], [], "with all its members"),
-        ([group], [(member, "x")], "left it tokens"),
+    buffer = SampleBuffer(SETTINGS, ledger, ["a"])
+    for i, (answer, line) in enumerate(
+        (
+            (lambda group: ([], []), "exactly once"),
+            (lambda group: ([group], [(group.uid, "x")]), "exactly once"),
+            (
+                lambda group: ([replace(group, trajectories=group.trajectories[:1])], []),
+                "with all its members",
+            ),
+            (lambda group: ([group], [(group.trajectories[0].uid, "x")]), "left it tokens"),
+            (lambda group: None, r"select\(\) gave None; it must give \(the groups to train on"),
+            (lambda group: [group], r"select\(\) gave a list of 1 \(a Group\)"),
+        )
     ):
-        buffer.select = lambda groups, answer=(kept, dropped): answer
-        with pytest.raises(ValueError, match=line):
-            buffer.put(group)
-    buffer.clear("x")
+        buffer.select = lambda groups, answer=answer: answer(groups[0])
+        with pytest.raises(ContractError, match=line):
+            buffer.put(make_group(ledger, i))
+        ledger.check(0)  # what it was asked about is dropped, and counted
+    assert ledger.counts()["DROPPED"] == 6 * len(make_group(ledger, 9).trajectories)
 
 
 def test_take_waits_for_put_and_ends_on_failure_or_stop(ledger):

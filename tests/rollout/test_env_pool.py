@@ -450,6 +450,43 @@ def test_a_wrong_config_is_told_before_a_run_begins():
         pool.prepare()
 
 
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("return None", r"tasks\(\) returned NoneType, which has no len\(\) and \[i\]"),
+        ("return []", "has 0 tasks with 0 distinct ids; it needs at least one task"),
+        ("return [T('a'), T('b'), T('a')]", r"has 3 tasks with 2 distinct ids \(twice: 'a'\)"),
+        (
+            "return [T('a'), T('b', -1)]",
+            r"tasks\(\)\[1\] max_turns is -1 \(int\); use an int of at",
+        ),
+        ("return [T('a'), 'b']", r"tasks\(\)\[1\] is 'b' \(str\), no rl_jax.types.Task"),
+    ],
+)
+def test_tasks_that_cannot_be_played_are_told_by_their_place(tmp_path, monkeypatch, body, message):
+    (tmp_path / "odd_env.py").write_text(
+        "from rl_jax.types import Task\n"
+        "def T(name, turns=1):\n    return Task(name, '', '', (), {}, 'env', turns)\n"
+        f"class Env:\n    @classmethod\n    def tasks(cls, cfg, split):\n        {body}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = EnvPool([TaskSource("odd", "odd_env:Env")], RolloutSettings())
+    with pytest.raises(
+        EnvError, match=f"tasks: split 'train' of 'odd_env:Env'.* ?{message}"
+    ) as error:
+        pool.prepare()
+    assert error.value.kind == "bad_task" and "wire.py" not in str(error.value)
+
+
+@pytest.mark.parametrize("splits", ["train", (), ("train", "train"), ("train", 3), None])
+def test_splits_must_be_names(tmp_path, monkeypatch, splits):
+    (tmp_path / "odd_env.py").write_text(f"class Env:\n    splits = {splits!r}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = EnvPool([TaskSource("odd", "odd_env:Env")], RolloutSettings())
+    with pytest.raises(EnvError, match="splits of Env is .*; use a tuple of names"):
+        pool.prepare()
+
+
 def test_names_and_tags_are_checked_without_a_process():
     with pytest.raises(
         ValueError,

@@ -2,7 +2,9 @@
 
 import json
 import math
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,7 +86,8 @@ def test_text_is_cut_at_the_bytes_of_all_messages_together():
 def test_a_reward_that_is_no_number_arrives_as_nan_and_is_told_as_it_was_given(reward, shown):
     arrived = wire.step_from_wire(cross(wire.step_to_wire(StepResult((), reward), 10))).reward
     assert math.isnan(arrived)
-    assert from_steps([arrived]).detail == f"reward of step 0 is {shown}, no finite number"
+    detail = from_steps([arrived]).detail
+    assert detail.startswith(f"reward of step 0 is {shown}, no finite number; give StepResult a")
 
 
 @pytest.mark.parametrize(
@@ -102,11 +105,68 @@ def test_a_reward_that_is_no_number_arrives_as_nan_and_is_told_as_it_was_given(r
         (StepResult((), info=[1]), "info must be a mapping"),
         (StepResult((), info={"x": "y"}), r"info\['x'\] is 'y' \(str\), no finite number"),
         (StepResult((), info={1: 1.0}), "a key of info must be a str"),
+        (StepResult((Message("user", "x", None),)), "tool_calls must be a tuple of ToolCall"),
+        (StepResult((Message("user", "x", ("f",)),)), "tool_calls must be a tuple of ToolCall"),
+        (StepResult((Message("user", "x", (ToolCall("f", [1]),)),)), "tool_calls must be a tuple"),
+        (
+            StepResult((Message("assistant", "x", (ToolCall("f", {"x": {1}}),)),)),
+            "arguments cannot be JSON: Object of type set",
+        ),
     ],
 )
 def test_what_is_no_step_result_is_named(result, message):
     with pytest.raises(wire.BadObservation, match=message):
         wire.step_to_wire(result, 100)
+
+
+TASK = Task("train/0", "", "", (Message("user", "x"),), {"x": 1}, "env", 3)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"id": ""}, r"id is '' \(str\); use a str of 1 to 256 characters"),
+        ({"id": 3}, r"id is 3 \(int\)"),
+        ({"id": "x" * 257}, "use a str of 1 to 256 characters"),
+        ({"max_turns": 0}, r"max_turns is 0 \(int\); use an int of at least 1"),
+        ({"max_turns": -1}, r"max_turns is -1 \(int\); use an int of at least 1"),
+        ({"max_turns": 2.0}, r"max_turns is 2.0 \(float\)"),
+        ({"max_turns": True}, r"max_turns is True \(bool\)"),
+        ({"max_turns": "3"}, r"max_turns is '3' \(str\)"),
+        ({"max_turns": None}, "max_turns is None"),
+        ({"payload": None}, "payload is None; use a mapping"),
+        ({"payload": {"x": {1}}}, "payload cannot be JSON: Object of type set"),
+        ({"payload": {"x": math.nan}}, "payload cannot be JSON: Out of range float"),
+        ({"messages": None}, "messages must be a tuple of at most 256 Message"),
+        ({"messages": "say x"}, "messages must be a tuple of at most 256 Message"),
+        ({"messages": ("x",)}, "a message or its content is str"),
+        ({"messages": (Message("robot", "x"),)}, "role is 'robot'; use one of"),
+        ({"tools": None}, "tools is NoneType, no sequence"),
+        ({"tools": ({"type": "function"},)}, r"tools\[0\] must be"),
+    ],
+)
+def test_what_is_no_task_is_named(changes, message):
+    with pytest.raises(wire.BadTask, match=message):
+        wire.checked_task(replace(TASK, **changes))
+
+
+def test_a_good_task_is_what_it_was_and_its_numbers_are_plain():
+    assert wire.checked_task(TASK) == wire.task_to_wire(TASK)
+    assert type(wire.checked_task(replace(TASK, max_turns=np.int64(3)))["max_turns"]) is int
+    with pytest.raises(wire.BadTask, match="is None, no rl_jax.types.Task"):
+        wire.checked_task(None)
+
+
+def test_every_field_of_a_task_and_of_a_step_result_is_checked():
+    """A new field needs a line above, or a reason here."""
+    assert {f.name for f in fields(Task)} == {
+        *("id", "max_turns", "payload", "messages", "tools"),
+        *("env", "tag", "reward"),  # filled in by the worker
+    }
+    assert {f.name for f in fields(StepResult)} == {
+        *("messages", "done", "state_key", "to_agent", "info"),
+        "reward",  # arrives as a NaN that tells what was given
+    }
 
 
 def test_json_never_holds_nan():
