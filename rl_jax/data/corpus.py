@@ -25,6 +25,7 @@ from rl_jax.tokens import Renderer
 from rl_jax.types import Group
 
 MAX_ERRORS = 5  # bad rows that are told; the others are counted
+MAX_KEYS = 6  # of those that nothing reads, that are named
 
 
 class Rows(Protocol):
@@ -43,6 +44,7 @@ class Corpus:
     # held-out rows whose equal is trained on
     counts: Mapping[str, int]
     first_also_trained: str = ""  # where such a row stands
+    unread: tuple[str, ...] = ()  # keys of its rows that nothing reads
 
     def describe(self) -> str:
         """One line for a person."""
@@ -56,9 +58,11 @@ class Corpus:
         also = ""
         if num := c["also_trained"]:
             also = f", {num} of them also trained on (the first: {self.first_also_trained})"
+        keys = ", ".join(self.unread[:MAX_KEYS]) + (" ..." if len(self.unread) > MAX_KEYS else "")
+        unread = f"; not read: {keys}" if keys else ""
         return (
             f"data: {c['rows']} rows{told}; {len(self.train)} to train on, {len(self.held_out)} held out{also};"
-            f" {c['tokens']} tokens, {c['trained_tokens']} of them trained"
+            f" {c['tokens']} tokens, {c['trained_tokens']} of them trained{unread}"
         )
 
 
@@ -71,6 +75,7 @@ class JsonlExamples:
         self._lines: list[tuple[int, int, int, int]] = []  # file, offset, size, crc32
         self._numbers: list[int] = []  # of the lines in their files, from 1
         self.digests: list[int] = []  # 64 bits of the tokens of each
+        self.unread: dict[str, None] = {}  # keys that nothing reads, in order
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -105,6 +110,7 @@ class JsonlExamples:
                 counts["rows"] += 1
                 try:
                     row = parse_row(raw, self._rules.form)
+                    self.unread.update(dict.fromkeys(row.unread))
                     example = make_example(row, len(self), self._renderer, self._rules)
                     if self._keeps(example, too_long, counts):
                         self._lines.append((file, offset, len(raw), zlib.crc32(raw)))
@@ -174,7 +180,12 @@ def _telling(
     also = [i for i in held_out if others.digests[i] in known]
     counts = Counter(corpus.counts)
     counts["also_trained"] = len(also)
-    return replace(corpus, counts=counts, first_also_trained=others.where(also[0]) if also else "")
+    return replace(
+        corpus,
+        counts=counts,
+        first_also_trained=others.where(also[0]) if also else "",
+        unread=tuple(rows.unread | others.unread),
+    )
 
 
 def played_corpus(groups: Sequence[Group], eval_share: float, seed: int) -> Corpus:

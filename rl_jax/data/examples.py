@@ -13,6 +13,7 @@ import numpy as np
 
 from rl_jax.data.rows import Row, RowError
 from rl_jax.tokens import Renderer
+from rl_jax.tokens.renderer import Tools
 from rl_jax.types import Group, Message, Outcome, Reward, Trajectory
 
 PREFERRED = (1.0, 0.0)  # rewards of a pair's chosen and rejected
@@ -51,7 +52,7 @@ class Example:
 def make_example(row: Row, index: int, renderer: Renderer, rules: ExampleRules) -> Example:
     """index: of the row among all of its corpus; it names the group. Raises RowError."""
     rendered = [
-        render(conversation, row.num_prompt, renderer, rules.train_on)
+        render(conversation, row.num_prompt, renderer, rules.train_on, row.tools)
         for conversation in row.conversations
     ]
     uid = f"{rules.tag}/{index}"
@@ -68,7 +69,11 @@ def make_example(row: Row, index: int, renderer: Renderer, rules: ExampleRules) 
 
 
 def render(
-    messages: Sequence[Message], num_prompt: int, renderer: Renderer, train_on: str = "all"
+    messages: Sequence[Message],
+    num_prompt: int,
+    renderer: Renderer,
+    train_on: str = "all",
+    tools: Tools = (),
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens i32[T], loss_mask bool[T], turn_ids i16[T] as a Trajectory's) of a conversation that ends with the
     assistant. The first num_prompt messages are not trained, whoever says them."""
@@ -81,7 +86,11 @@ def render(
     parts, mask, turn_ids, is_closed = [], [], [], False
     for turn, i in enumerate(said):
         between = messages[said[turn - 1] + 1 if turn else 0 : i]
-        head = renderer.next(between, closed=is_closed) if turn else renderer.first(between)
+        if turn:
+            calls = messages[said[turn - 1]].tool_calls
+            head = renderer.next(between, closed=is_closed, calls=calls)
+        else:
+            head = renderer.first(between, tools)
         answer = renderer.said(messages[i])
         is_closed = renderer.is_closed(answer)
         parts += [head, answer]

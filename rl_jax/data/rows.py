@@ -3,8 +3,11 @@
 Forms of a row: {"messages": [...]} and {"prompt": ..., "completion": ...} for kind "chat"; {"prompt": ...,
 "chosen": ..., "rejected": ...}, where "messages" may stand for "prompt", for kind "pairs". A prompt is a text (one user
 message) or messages; a completion, chosen or rejected is a text (one assistant message) or messages that end with the
-assistant's. What else a row's writer wants to keep of it stands under "info", which is not read; any other key of a row
-or a message may change what it says, so it is refused, as is an answer without a word to learn.
+assistant's. "tools" are the functions that the conversation may call, as of a Task; an assistant's message may have
+"tool_calls", in OpenAI's form ({"function": {"name", "arguments": JSON as text or object}}) or as {"name",
+"arguments"}, and messages of the role "tool" answer them in their order. Other keys of a row are its own and are named
+once, but one that is nearly a known one is refused, as is any other key of a message, which may change what it says, and
+an answer without a word to learn.
 Must not: tokenize, or read a file.
 """
 
@@ -17,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_jax.tokens import ROLES
-from rl_jax.types import Message
+from rl_jax.tokens.tool_calls import check_call, check_tools
+from rl_jax.types import Message, ToolCall
 
 
 class DataError(ValueError):
@@ -38,6 +42,8 @@ class Row:
 
     conversations: tuple[tuple[Message, ...], ...]
     num_prompt: int  # messages that are not an answer: only assistant messages behind them train
+    tools: tuple[Mapping[str, Any], ...] = ()  # as of a Task
+    unread: tuple[str, ...] = ()  # keys that nothing reads
 
 
 def find_files(key: str, pattern: str) -> list[Path]:
@@ -60,13 +66,12 @@ def parse_row(raw: bytes, kind: str) -> Row:
     if not isinstance(value, dict):
         raise RowError(f"is {_named(value)}, no object; write {_FORMS[kind]}")
     _check_keys(value, kind)
-    if kind == "pairs":
-        return _pair(value)
-    if "messages" in value:
-        messages = _messages(value, "messages", "user")
-        return Row((_ending_with_assistant(messages, "messages"),), 0)
-    prompt, answer = _messages(value, "prompt", "user"), _answer(value, "completion")
-    return Row(((*prompt, *answer),), len(prompt))
+    tools = _tools(value)
+    conversations, num_prompt = _pair(value) if kind == "pairs" else _chat(value)
+    for conversation in conversations:
+        _check_calls(conversation, tools)
+    unread = tuple(key for key in value if key not in KEYS)
+    return Row(conversations, num_prompt, tools, unread)
 
 
 _FORMS = {
@@ -75,30 +80,68 @@ _FORMS = {
 }
 
 
-INFO = "info"
 # A file may serve both kinds: a key of the other form is known, and not read.
-KEYS = ("messages", "prompt", "completion", "chosen", "rejected", INFO)
+KEYS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
+TOOL_KEYS = ("tool_call_id", "name")  # of a tool's message: its place says the same
 
 
 def _check_keys(value: Mapping[str, Any], kind: str) -> None:
-    """Raises RowError for a key that nothing reads, or two that say the same."""
+    """Raises RowError for a key that was meant to be a known one, or two that say the same."""
     for key in value:
-        if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            meant = f"write {near[0]}, or move" if near else "move"
+        if key not in KEYS and (near := difflib.get_close_matches(key, KEYS, n=1, cutoff=0.75)):
             raise RowError(
-                f'has the key {key[:40]!r}, which nothing reads; {meant} it under "{INFO}"'
+                f"has the key {key[:40]!r}, which nothing reads; write {near[0]}, or give it a name less like it"
             )
     twice = ("prompt", "completion") if kind == "chat" else ("prompt",)
     if "messages" in value and (also := [key for key in twice if key in value]):
         raise RowError(f"has messages and {' and '.join(also)}; keep one of the two forms")
 
 
-def _pair(value: Mapping[str, Any]) -> Row:
+Conversations = tuple[tuple[Message, ...], ...]
+
+
+def _chat(value: Mapping[str, Any]) -> tuple[Conversations, int]:
+    if "messages" in value:
+        messages = _messages(value, "messages", "user")
+        return (_ending_with_assistant(messages, "messages"),), 0
+    prompt, answer = _messages(value, "prompt", "user"), _answer(value, "completion")
+    return ((*prompt, *answer),), len(prompt)
+
+
+def _pair(value: Mapping[str, Any]) -> tuple[Conversations, int]:
     key = "messages" if "messages" in value else "prompt"
     prompt = _messages(value, key, "user", "pairs")
     sides = [_answer(value, name, "pairs") for name in ("chosen", "rejected")]
-    return Row(tuple((*prompt, *side) for side in sides), len(prompt))
+    return tuple((*prompt, *side) for side in sides), len(prompt)
+
+
+def _tools(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    tools = value.get("tools") or []
+    try:
+        if not isinstance(tools, list):
+            raise ValueError(f"tools is {_named(tools)}, no list of function schemas")
+        check_tools(tools)
+    except ValueError as error:
+        raise RowError(f"has tools that cannot be offered: {error}") from None
+    return tuple(tools)
+
+
+def _check_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+    """Raises RowError for a call that the tools do not take, or a tool's message that answers none."""
+    open_calls = 0
+    for i, message in enumerate(messages):
+        if message.role == "tool":
+            if not open_calls:
+                raise RowError(
+                    f"message {i} is of the tool, but no call of the assistant before it is open; give the assistant's"
+                    " message its tool_calls"
+                )
+            open_calls -= 1
+        elif message.role == "assistant":
+            open_calls = len(message.tool_calls)
+            for call in message.tool_calls if tools else ():
+                if (why := check_call(call, tools)) is not None:
+                    raise RowError(f"calls what it does not offer in message {i}: {why}")
 
 
 def _answer(value: Mapping[str, Any], key: str, kind: str = "chat") -> tuple[Message, ...]:
@@ -112,7 +155,8 @@ def _ending_with_assistant(messages: Sequence[Message], key: str) -> tuple[Messa
             " assistant"
         )
     for i, message in enumerate(messages):
-        if message.role == "assistant" and key != "rejected" and not message.content.strip():
+        says = message.content.strip() or message.tool_calls
+        if message.role == "assistant" and key != "rejected" and not says:
             where = key if len(messages) == 1 else f"{key}[{i}].content"
             raise RowError(f"{where} has no word to learn; write the answer, or take the row out")
     return tuple(messages)
@@ -130,7 +174,23 @@ def _messages(
     if not isinstance(content, list) or not content:
         text = "" if key == "messages" else "a text or "
         raise RowError(f"{key} is {_named(content)}; it must be {text}a list of messages")
-    return tuple(_message(item, f"{key}[{i}]") for i, item in enumerate(content))
+    messages = tuple(_message(item, f"{key}[{i}]") for i, item in enumerate(content))
+    _check_order(content, key)
+    return messages
+
+
+def _check_order(items: Sequence[Mapping[str, Any]], key: str) -> None:
+    """Raises RowError where tools answer by id in another order than that of the calls: a rendered answer has none."""
+    waiting: list[str] = []
+    for i, item in enumerate(items):
+        if item["role"] == "assistant":
+            waiting = [str(call.get("id") or "") for call in item.get("tool_calls") or ()]
+        elif item["role"] == "tool" and waiting:
+            due, given = waiting.pop(0), item.get("tool_call_id")
+            if due and given and due != given:
+                raise RowError(
+                    f"{key}[{i}] answers the call {given}, but {due} is next; answer calls in their order"
+                )
 
 
 def _message(value: Any, where: str) -> Message:
@@ -139,15 +199,43 @@ def _message(value: Any, where: str) -> Message:
     role, content = value.get("role"), value.get("content")
     if role not in ROLES:
         raise RowError(f"{where}.role is {role!r}; use one of {', '.join(ROLES)}")
-    odd = [k for k, v in value.items() if k not in ("role", "content") and v not in (None, [], {})]
+    calls = value.get("tool_calls") or []
+    known = (
+        "role",
+        "content",
+        *TOOL_KEYS * (role == "tool"),
+        *("tool_calls",) * (role == "assistant"),
+    )
+    odd = [k for k, v in value.items() if k not in known and v not in (None, [], {}, "")]
     if odd:
         raise RowError(
             f"{where} has {', '.join(odd)}, which the chat format cannot render; write it into the content, or take it"
             " out"
         )
+    if content is None and calls:
+        content = ""
     if not isinstance(content, str):
         raise RowError(f"{where}.content is {_named(content)}; it must be a text")
-    return Message(role, content)
+    if not isinstance(calls, list):
+        raise RowError(f"{where}.tool_calls is {_named(calls)}; it must be a list")
+    called = tuple(_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
+    return Message(role, content, called)
+
+
+def _call(value: Any, where: str) -> ToolCall:
+    function = value.get("function", value) if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise RowError(f'{where} must be {{"function": {{"name": ..., "arguments": ...}}}}')
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise RowError(f"{where}: the arguments of {name} are no JSON ({error})") from None
+    if not isinstance(arguments, dict):
+        raise RowError(f"{where}: the arguments of {name} are {_named(arguments)}; give an object")
+    return ToolCall(name, arguments, str(value.get("id") or ""))
 
 
 def _keys(value: Mapping[str, Any]) -> str:

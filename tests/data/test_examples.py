@@ -6,7 +6,7 @@ import pytest
 from rl_jax.data.examples import ExampleRules, make_example, render
 from rl_jax.data.rows import Row
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
-from rl_jax.types import Message
+from rl_jax.types import Message, ToolCall
 from tests.tokens.families import FAMILIES, renderer_of
 
 TOKENIZER = ByteTokenizer()
@@ -45,6 +45,42 @@ def test_tokens_are_those_a_policy_meets_in_rollout():
     context = [*RENDERER.first(TALK[:2]), *TOKENIZER.encode("4"), TOKENIZER.end]
     context += [*RENDERER.next(TALK[3:5], closed=True)]
     assert tokens.tolist() == [int(t) for t in [*context, *TOKENIZER.encode("yes"), TOKENIZER.end]]
+
+
+@pytest.mark.parametrize("name", ["house", *sorted(FAMILIES)])
+def test_rows_with_tool_calls_are_those_of_rollout_too(name):
+    renderer = RENDERER if name == "house" else renderer_of(name)
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = (
+        {
+            "type": "function",
+            "function": {"name": "add", "description": "Add.", "parameters": schema},
+        },
+    )
+    calls = (ToolCall("add", {"a": 2}, "abcdefgh1"), ToolCall("add", {"a": 3}, "abcdefgh2"))
+    talk = (
+        Message("user", "2+2 and 3+3"),
+        Message("assistant", "", calls),
+        Message("tool", "4"),
+        Message("tool", "6"),
+        Message("assistant", "4 and 6"),
+    )
+    tokens, mask, _ = render(talk, 0, renderer, "all", tools)
+    asked, answer = renderer.said(talk[1]), renderer.said(talk[4])
+    closed = renderer.is_closed(asked)
+    parts = [
+        renderer.first(talk[:1], tools),
+        asked,
+        renderer.next(talk[2:4], closed=closed, calls=calls),
+        answer,
+    ]
+    assert tokens.tolist() == np.concatenate(parts).tolist()
+    assert tokens[mask].tolist() == [*asked.tolist(), *answer.tolist()]
+    action = renderer.parse(asked, tools)
+    assert [(c.name, c.arguments) for c in action.tool_calls] == [
+        ("add", {"a": 2}),
+        ("add", {"a": 3}),
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

@@ -9,10 +9,22 @@ from rl_jax.data.examples import ExampleRules
 from rl_jax.data.rows import DataError, parse_row
 from rl_jax.settings import DataSettings
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
+from rl_jax.types import Message
 
 RENDERER = ChatRenderer(ByteTokenizer())
 CHAT, PAIRS = ExampleRules("chat", "all", 32), ExampleRules("pairs", "all", 32)
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def calling(name, arguments, call_id=""):
+    function = {"name": name, "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": call_id, "function": function}],
+    }
 
 
 def read(path, *rows, rules=CHAT, **settings):
@@ -25,7 +37,7 @@ def read(path, *rows, rules=CHAT, **settings):
 def test_forms_of_a_prompt_and_of_an_answer_say_the_same():
     forms = [
         {"messages": [USER, ASSISTANT]},
-        {"prompt": "hi", "completion": "ho", "info": {"source": "not read"}},
+        {"prompt": "hi", "completion": "ho", "source": "other keys are the row's own"},
         {"prompt": [USER], "completion": [{**ASSISTANT, "tool_calls": None}]},
     ]
     said = [parse_row(json.dumps(form).encode(), "chat").conversations for form in forms]
@@ -35,14 +47,43 @@ def test_forms_of_a_prompt_and_of_an_answer_say_the_same():
     assert up == said[0][0] and len(down) == 4
 
 
+def test_calls_may_be_written_as_openai_does_or_plainly():
+    answer = {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "add"}
+    plain = {**calling("", {}), "tool_calls": [{"name": "add", "arguments": {"a": 2}}]}
+    for asked in (calling("add", '{"a": 2}', "c1"), calling("add", {"a": 2}, "c1"), plain):
+        row = {"messages": [USER, asked, answer, ASSISTANT], "tools": [ADD], "id": 7}
+        parsed = parse_row(json.dumps(row).encode(), "chat")
+        (call,) = parsed.conversations[0][1].tool_calls
+        assert (call.name, call.arguments, parsed.unread) == ("add", {"a": 2}, ("id",))
+        assert parsed.tools == (ADD,) and parsed.conversations[0][2] == Message("tool", "4")
+
+
+def test_keys_that_nothing_reads_are_named_once(tmp_path):
+    rows = [{"prompt": "hi", "completion": "ho", f"key_{i}": i, "id": i} for i in range(8)]
+    told = read(tmp_path / "r", *rows).describe()
+    assert told.endswith("; not read: key_0, id, key_1, key_2, key_3, key_4 ...")
+    assert "not read" not in read(tmp_path / "r", {"prompt": "hi", "completion": "ho"}).describe()
+
+
 BAD = [
     (CHAT, "{", "is no JSON"),
     (CHAT, "[1]", "is a list, no object; write"),
-    (CHAT, {"message": [USER]}, "has the key 'message', which nothing reads; write messages, or move it under"),
-    (CHAT, {"source": "x"}, "has the key 'source', which nothing reads; move it under \"info\""),
+    (CHAT, {"message": [USER]}, "has the key 'message', which nothing reads; write messages, or give it a name"),
     (CHAT, {"prompt": "hi", "completion": "ho", "complation": "x"}, "has the key 'complation', which nothing"),
-    (PAIRS, {"prompt": "hi", "chosen": "a", "reject": "b"}, "nothing reads; write rejected, or move it"),
-    (CHAT, {"info": 1}, "has the keys info but no prompt; write"),
+    (PAIRS, {"prompt": "hi", "chosen": "a", "reject": "b"}, "nothing reads; write rejected, or give"),
+    (CHAT, {"source": 1}, "has the keys source but no prompt; write"),
+    (CHAT, {"tools": 1, "messages": [USER, ASSISTANT]}, "has tools that cannot be offered: tools is a number, no list"),
+    (CHAT, {"tools": [{}], "messages": [USER, ASSISTANT]}, "has tools that cannot be offered: tools[0] must be"),
+    (CHAT, {"messages": [USER, {"role": "tool", "content": "4"}, ASSISTANT]}, "message 1 is of the tool, but no call"),
+    (CHAT, {"messages": [USER, calling("add", 1), ASSISTANT]}, "the arguments of add are a number; give an object"),
+    (CHAT, {"messages": [USER, calling("add", "{"), ASSISTANT]}, "the arguments of add are no JSON"),
+    (CHAT, {"messages": [USER, calling(None, {}), ASSISTANT]}, "messages[1].tool_calls[0] must be"),
+    (CHAT, {"messages": [USER, {**ASSISTANT, "tool_calls": 1}]}, "messages[1].tool_calls is a number; it must be"),
+    (CHAT, {"messages": [{**USER, "tool_calls": [1]}, ASSISTANT]}, "messages[0] has tool_calls, which the chat"),
+    (CHAT, {"tools": [ADD], "messages": [USER, calling("sub", {}), ASSISTANT]},
+     "calls what it does not offer in message 1: there is no tool 'sub'; the tools are add"),
+    (CHAT, {"messages": [USER, calling("add", {}, "x"), {"role": "tool", "content": "", "tool_call_id": "y"}, ASSISTANT]},
+     "messages[2] answers the call y, but x is next"),
     (CHAT, {"messages": [USER, ASSISTANT], "prompt": "hi"}, "has messages and prompt; keep one of the two forms"),
     (CHAT, {"messages": [USER, ASSISTANT], "completion": "ho"}, "has messages and completion; keep one"),
     (PAIRS, {"messages": [USER], "prompt": "hi", "chosen": "a", "rejected": "b"}, "has messages and prompt; keep"),
