@@ -6,8 +6,8 @@ message) or messages; a completion, chosen or rejected is a text (one assistant 
 assistant's. "tools" are the functions that the conversation may call, as of a Task; an assistant's message may have
 "tool_calls", in OpenAI's form ({"function": {"name", "arguments": JSON as text or object}}) or as {"name",
 "arguments"}, and messages of the role "tool" answer them in their order. Other keys of a row are its own and are named
-once, but one that is nearly a known one is refused, as is any other key of a message, which may change what it says, and
-an answer without a word to learn.
+once, but one that is nearly a known one is refused, as is any other key of a message, which may change what it says,
+and an answer without a word to learn.
 Must not: tokenize, or read a file.
 """
 

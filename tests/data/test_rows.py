@@ -15,6 +15,7 @@ RENDERER = ChatRenderer(ByteTokenizer())
 CHAT, PAIRS = ExampleRules("chat", "all", 32), ExampleRules("pairs", "all", 32)
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 
+TOOL = {"role": "tool", "content": "4"}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -82,7 +83,7 @@ BAD = [
     (CHAT, {"messages": [{**USER, "tool_calls": [1]}, ASSISTANT]}, "messages[0] has tool_calls, which the chat"),
     (CHAT, {"tools": [ADD], "messages": [USER, calling("sub", {}), ASSISTANT]},
      "calls what it does not offer in message 1: there is no tool 'sub'; the tools are add"),
-    (CHAT, {"messages": [USER, calling("add", {}, "x"), {"role": "tool", "content": "", "tool_call_id": "y"}, ASSISTANT]},
+    (CHAT, {"messages": [USER, calling("add", {}, "x"), {**TOOL, "tool_call_id": "y"}, ASSISTANT]},
      "messages[2] answers the call y, but x is next"),
     (CHAT, {"messages": [USER, ASSISTANT], "prompt": "hi"}, "has messages and prompt; keep one of the two forms"),
     (CHAT, {"messages": [USER, ASSISTANT], "completion": "ho"}, "has messages and completion; keep one"),
