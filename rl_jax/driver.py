@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from rl_jax.algorithms.contract import check_state
+from rl_jax.algorithms.contract import check_select, check_state
 from rl_jax.data.corpus import Rows, batches
 from rl_jax.guards import Guards, GuardTripped, alarm_metrics
 from rl_jax.learner.batch import Batch, pack, with_advantages
@@ -283,7 +283,7 @@ class Driver:
 
     def _replay_step(self, groups: Sequence[Group], step: int) -> None:
         p, clock = self.parts, Stopwatch()
-        groups, dropped = p.algorithm.select(groups)
+        groups, dropped = check_select(p.algorithm, p.algorithm.select(groups))
         if dropped:
             p.recorder.event("filtered", step=step, dropped=[list(drop) for drop in dropped])
         batch, learned = self._learn(step, groups, clock)

@@ -80,6 +80,16 @@ def test_a_notebook_cell_whose_loop_runs_can_run_a_job(tmp_path, capsys):
     assert (code, errors) == (0, []) and "a scripted episode keeps its text" in out
 
 
+def test_step_without_a_reward_is_found_by_the_script(tmp_path, capsys):
+    fault = "--config.tasks.sources[0].config.fault=none_reward"
+    code, _, errors = dry_run(tmp_path, capsys, MISBEHAVING, fault, ROOM)
+    assert code == 2 and len(errors) == 1, errors
+    assert (
+        "tag even: a scripted episode of task even/train/0: reward of step 0 is None" in errors[0]
+    )
+    assert "give StepResult a reward in every step(), 0.0 for none" in errors[0]
+
+
 def test_environment_without_a_script_shows_its_first_observation(tmp_path, capsys):
     code, out, errors = dry_run(tmp_path, capsys)
     assert (code, errors) == (0, [])

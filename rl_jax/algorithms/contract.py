@@ -22,6 +22,7 @@ class ContractError(ValueError):
 
     def __init__(self, algorithm: Any, function: str, gave: str, want: str):
         called = function if function.endswith("]") else f"{function}()"
+        self.said = (function, gave, want)
         super().__init__(f"{name_of(algorithm)}: {called} gave {gave}; it must give {want}")
 
 

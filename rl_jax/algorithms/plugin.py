@@ -5,7 +5,6 @@ a bug of ours, and keeps its trace.
 Must not: change what passes through.
 """
 
-import inspect
 import sys
 import sysconfig
 import traceback
@@ -29,13 +28,16 @@ class Guarded:
         if name.startswith("_"):
             raise AttributeError(name)
         value = getattr(self._algorithm, name)
-        return self._guard(name, value) if inspect.isroutine(value) else value
+        is_function = callable(value) and not isinstance(value, type)
+        return self._guard(name, value) if is_function else value
 
     def _guard(self, name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return function(*args, **kwargs)
-            except (ContractError, AlgorithmRaised, RewardPartError):
+            except ContractError as error:  # of a base class, which does not know the plugin's name
+                raise type(error)(self, *error.said) from error
+            except (AlgorithmRaised, RewardPartError):
                 raise
             except Exception as error:  # the boundary to a plugin's code
                 said = next(iter(str(error).splitlines()), "")

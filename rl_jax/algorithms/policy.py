@@ -54,7 +54,6 @@ class PolicyAlgorithm(Base):
 
     def __init__(self, settings: AlgorithmSettings):
         self.settings = options.resolved(settings)
-        self.named = f"algorithm.name={settings.name}"
         self.needs = self.needs | options.needs(settings)
 
     def estimate(self, scored: Scored) -> list[np.ndarray]:
