@@ -164,8 +164,8 @@ def _try_plugin(algorithm: Any, settings: Settings) -> None:
         if not learns_from_rows(settings.algorithm, settings.data):
             _try_host(algorithm, settings)
     except (LoweringError, ContractError, AlgorithmRaised) as error:
-        is_told = isinstance(error.__cause__, ContractError | AlgorithmRaised)
-        text = str(error.__cause__ if is_told else error)
+        told = error.__cause__ if isinstance(error, LoweringError) else error
+        text = str(told if isinstance(told, ContractError | AlgorithmRaised) else error)
         if "NoneType" in text and "raised" in text:
             text += "; a setting that it reads must be in the `defaults` of its class"
         raise ConfigError([text]) from error
