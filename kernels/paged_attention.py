@@ -21,6 +21,7 @@ TILE = 64  # rows of queries of an item: those of R sequences, each padded to a 
 LOG2_E = 1.4426950408889634
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Items:
     """W items of up to R = TILE / padded(G) sequences, in up to S parts a sequence; -1 is none."""
