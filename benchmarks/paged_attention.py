@@ -35,11 +35,11 @@ HEAD_DIM = 128
 # Milliseconds of one call, 7b, 256 sequences, H200 (copies at 4.3 TB/s): the bytes at 85 %; the stream at 93 %.
 PREDICTIONS = {
     "7b 256 x 1024 stream": 0.134,
-    "7b 256 x 1024 kernel, 3 stages": 0.147,
-    "7b 256 x 1024 kernel, 2 stages": 0.150,
-    "7b 256 x 4096 kernel, 3 stages": 0.585,
-    "7b 256 x 16384 kernel, 3 stages": 2.35,
-    "7b 32 groups of 8, 960 shared + 64, 3 stages": 0.045,
+    "7b 256 x 1024 kernel, 2,2 stages": 0.150,
+    "7b 256 x 1024 kernel, 2,1 stages": 0.155,
+    "7b 256 x 4096 kernel, 2,2 stages": 0.585,
+    "7b 256 x 16384 kernel, 2,2 stages": 2.35,
+    "7b 32 groups of 8, 960 shared + 64, items of 4 pages": 0.045,
 }
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     report = Report(args.out, PREDICTIONS)
     report.head["shape"] = {"page": PAGE, "head_dim": HEAD_DIM, "heads": args.shapes}
     if args.tiny:
-        tuning = hopper.Tuning(2, stages_weights=True, interpret=plgpu.InterpretGPUParams())
+        tuning = hopper.Tuning(2, 1, stages_weights=True, interpret=plgpu.InterpretGPUParams())
         print(f"largest difference from float64: {check('tiny', tuning, 3, 90):.4f}")
         return
     print(
@@ -58,8 +58,8 @@ def main() -> None:
     report.head["copy_gb_per_s"] = round(rate / 1e9)
     for shape in args.shapes:
         for context in args.contexts:
-            bench(report, shape, args.batch, context, rate, args.stages)
-        shared(report, shape, rate, args.stages[0])
+            bench(report, shape, args.batch, context, rate, args)
+        shared(report, shape, rate, args)
     report.print_table()
 
 
@@ -68,7 +68,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=["7b"], choices=list(HEADS))
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--stages", type=int, nargs="+", default=[3, 2])
+    parser.add_argument("--stages", nargs="+", default=["2,2", "2,1"], help="of keys, of values")
+    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks/results/paged_attention.json"
@@ -143,7 +144,7 @@ def difference(got, q, cache, table, first, end, scores: pa.Scores) -> float:
     return worst
 
 
-def bench(report: Report, shape: str, batch: int, context: int, rate: float, stages) -> None:
+def bench(report: Report, shape: str, batch: int, context: int, rate: float, args) -> None:
     """Whole contexts, every sequence by itself, pages scattered."""
     per_row = context // PAGE
     q, cache = draw(shape, batch, batch * per_row)
@@ -155,16 +156,20 @@ def bench(report: Report, shape: str, batch: int, context: int, rate: float, sta
     parts = next(n for n in (1, 2, 4, 8) if batch * n * HEADS[shape][0] >= 264 or n == 8)
     items = jax.jit(pa.split_items, static_argnums=(3, 4))(table, 0 * full, full, PAGE, parts)
     scores = pa.Scores(HEAD_DIM**-0.5)
-    for depth in stages:
-        tuning = hopper.Tuning(depth)
-        seconds = timed(lambda q, t=tuning: stream(q, cache, items, t), q)
-        report.add(f"{name} stream" + ("" if depth == stages[0] else f", {depth} stages"), seconds,
-                   num_bytes, limit, of_copy_rate=round(limit / seconds, 3))  # fmt: skip
-        attend = partial(hopper.attend, tuning=tuning)
+    seconds = timed(lambda q: stream(q, cache, items, 3), q)
+    of = lambda seconds: {"of_copy_rate": round(limit / seconds, 3)}
+    report.add(f"{name} stream", seconds, num_bytes, limit, **of(seconds))
+    for depth in args.stages:
+        attend = partial(hopper.attend, tuning=tuning_of(depth))
         seconds = timed(lambda q, a=attend: pa.paged_attention(q, cache, items, scores, a), q)
-        report.add(f"{name} kernel, {depth} stages", seconds, num_bytes, limit,
-                   of_copy_rate=round(limit / seconds, 3), parts=parts)  # fmt: skip
-    peers(report, (name, num_bytes, limit), q, cache, table)
+        name_it = f"{name} kernel, {depth} stages"
+        report.add(name_it, seconds, num_bytes, limit, **of(seconds), parts=parts)
+    if args.peers:
+        peers(report, (name, num_bytes, limit), q, cache, table)
+
+
+def tuning_of(stages: str) -> hopper.Tuning:
+    return hopper.Tuning(*map(int, stages.split(",")))
 
 
 def peers(report: Report, row, q, cache, table) -> None:
@@ -207,7 +212,7 @@ def peers(report: Report, row, q, cache, table) -> None:
         print(f"{name} cuDNN: {type(error).__name__}: {str(error)[:200]}", flush=True)
 
 
-def shared(report: Report, shape: str, rate: float, depth: int) -> None:
+def shared(report: Report, shape: str, rate: float, args) -> None:
     """32 groups of 8 samples: 15 pages that a group shares, and one of each sample's own."""
     groups, size, prefix = 32, 8, 15
     q, cache = draw(shape, groups * size, groups * (prefix + size))
@@ -216,15 +221,14 @@ def shared(report: Report, shape: str, rate: float, depth: int) -> None:
     rows = pa.TILE // pa.padded(HEADS[shape][1])
     ends = [(prefix + 1) * PAGE] * len(tables)
     K, num_bytes = HEADS[shape][0], 2 * cache[0].nbytes
-    attend, scores = partial(hopper.attend, tuning=hopper.Tuning(depth)), pa.Scores(HEAD_DIM**-0.5)
+    tuning, scores = tuning_of(args.stages[0]), pa.Scores(HEAD_DIM**-0.5)
+    attend = partial(hopper.attend, tuning=tuning)
     for run in (2, 4, 8, 15):
         items = pa.shared_items(tables, ends, PAGE, rows, run)
-        items = pa.Items(
-            *(jnp.asarray(x) for x in (items.span, items.slots, items.pages, items.used))
-        )
+        items = jax.tree.map(jnp.asarray, items)
         seconds = timed(lambda q, i=items: pa.paged_attention(q, cache, i, scores, attend), q)
-        name = f"{shape} 32 groups of 8, 960 shared + 64, {depth} stages"
-        report.add(name + f", items of {run} pages", seconds, num_bytes, num_bytes / rate,
+        name = f"{shape} 32 groups of 8, 960 shared + 64, items of {run} pages"
+        report.add(name, seconds, num_bytes, num_bytes / rate,
                    blocks=K * len(items.span))  # fmt: skip
 
 
@@ -242,13 +246,12 @@ def timed(run, q) -> float:
     return median_s(lambda: program(q)) / STEPS
 
 
-def stream(q, cache, items: pa.Items, tuning: hopper.Tuning):
+def stream(q, cache, items: pa.Items, stages: int):
     """Waits for every page of every item, and reads one number of it."""
     B, H, Dh = q.shape
     K, page = cache[0].shape[1], cache[0].shape[2]
     num_rows = pa.TILE // pa.padded(H // K)
     header = hopper._header(items, num_rows)
-    stages = tuning.stages
 
     def body(k, v, items, out, header, keys, values, told, has_key, has_value):
         head, item = lax.axis_index("head"), lax.axis_index("item")

@@ -27,7 +27,8 @@ ALIGN = 32  # numbers of a header's row: whole sectors
 
 @dataclass(frozen=True)
 class Tuning:
-    stages: int = 3  # pages of the ring
+    key_stages: int = 2  # pages of keys that a block holds or waits for
+    value_stages: int = 2
     stages_weights: bool = (
         False  # weights go through shared memory: the interpreter takes none from registers
     )
@@ -59,9 +60,9 @@ def attend(
     page, rows = cache[0].shape[2], padded(G)
     R, S = TILE // rows, items.num_parts
     header = _header(items, R)
-    body = _Body(page, rows, R, S, scores, tuning.stages)
+    body = _Body(page, rows, R, S, scores, (tuning.key_stages, tuning.value_stages))
     tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    ring = plgpu.SMEM((tuning.stages, page, Dh), jnp.bfloat16, transforms=tiled)
+    ring = lambda stages: plgpu.SMEM((stages, page, Dh), jnp.bfloat16, transforms=tiled)
     kernel = plgpu.kernel(
         body,
         out_type=[
@@ -73,14 +74,14 @@ def attend(
         scratch_types=[
             plgpu.SMEM((header.shape[1],), jnp.int32),
             plgpu.SMEM((TILE, Dh), jnp.bfloat16, transforms=tiled),
-            ring,
-            ring,
+            ring(tuning.key_stages),
+            ring(tuning.value_stages),
             plgpu.SMEM((TILE,), jnp.float32),
             *([plgpu.SMEM((TILE, page), jnp.bfloat16, transforms=tiled)] * tuning.stages_weights),
             plgpu.Barrier(num_arrivals=1),
             plgpu.Barrier(num_arrivals=R),
-            plgpu.Barrier(num_arrivals=1, num_barriers=tuning.stages),
-            plgpu.Barrier(num_arrivals=1, num_barriers=tuning.stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=tuning.key_stages),
+            plgpu.Barrier(num_arrivals=1, num_barriers=tuning.value_stages),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if tuning.interpret is None else {"interpret": tuning.interpret}),
@@ -110,7 +111,7 @@ class _Body:
     num_rows: int  # sequences of a tile
     parts: int
     scores: Scores
-    stages: int
+    stages: tuple[int, int]  # of keys, of values
 
     def __call__(self, q, k, v, items, out, logs, header, queries, keys, values, tops, *more):
         *staged, told, asked, has_key, has_value = more
@@ -121,7 +122,7 @@ class _Body:
         steps = lax.div(end + (self.page - 1), jnp.int32(self.page))
 
         def load(array, ring, barrier, step):
-            slot = lax.rem(step, jnp.int32(self.stages))
+            slot = lax.rem(step, jnp.int32(ring.shape[0]))
             where = header[HEADER + self.num_rows + step]
             plgpu.copy_gmem_to_smem(array.at[where, head], ring.at[slot], barrier.at[slot])
 
@@ -130,19 +131,22 @@ class _Body:
             place = queries.at[pl.ds(row * self.rows, self.rows)]
             plgpu.copy_gmem_to_smem(q.at[sequence, head], place, asked)
 
-        def begin(step, _):
-            load(k, keys, has_key, step)
-            load(v, values, has_value, step)
-
-        lax.fori_loop(0, lax.min(jnp.int32(self.stages), steps), begin, None)
+        for i in range(max(self.stages)):
+            for stages, *what in (
+                (self.stages[0], k, keys, has_key),
+                (self.stages[1], v, values, has_value),
+            ):
+                if i < stages:
+                    pl.when(i < steps)(lambda what=what, i=i: load(*what, jnp.int32(i)))
         plgpu.barrier_wait(asked)
 
         def step(i, carry):
-            slot = lax.rem(i, jnp.int32(self.stages))
-            ahead = i + self.stages
+            slot = lax.rem(i, jnp.int32(self.stages[0]))
             plgpu.barrier_wait(has_key.at[slot])
             score = self._scores(queries, keys.at[slot], i, first, end)
-            pl.when(ahead < steps)(lambda: load(k, keys, has_key, ahead))
+            next_key, next_value = (i + stages for stages in self.stages)
+            pl.when(next_key < steps)(lambda: load(k, keys, has_key, next_key))
+            slot = lax.rem(i, jnp.int32(self.stages[1]))
             carry, weights = self._softmax(score, carry)
             plgpu.barrier_wait(has_value.at[slot])
             is_cut = (i == steps - 1) & (end < steps * self.page)
@@ -152,7 +156,7 @@ class _Body:
                 plgpu.commit_smem()
                 weights = staged[0]
             carry = self._add(carry, weights, values.at[slot])
-            pl.when(ahead < steps)(lambda: load(v, values, has_value, ahead))
+            pl.when(next_value < steps)(lambda: load(v, values, has_value, next_value))
             return carry
 
         total, top, mass = lax.fori_loop(0, steps, step, self._start(queries.shape))
