@@ -271,6 +271,7 @@ def stream(q, cache, items: pa.Items, stages: int):
             slot = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(has_key.at[slot])
             plgpu.barrier_wait(has_value.at[slot])
+            plgpu.commit_smem()
             pl.when(i + stages < steps)(lambda: load(i + stages))
 
         lax.fori_loop(0, steps, step, None)

@@ -145,6 +145,7 @@ class _Body:
             plgpu.barrier_wait(has_key.at[slot])
             score = self._scores(queries, keys.at[slot], i, first, end)
             next_key, next_value = (i + stages for stages in self.stages)
+            plgpu.commit_smem()  # all four warps have read it: none lags a whole phase of a barrier
             pl.when(next_key < steps)(lambda: load(k, keys, has_key, next_key))
             slot = lax.rem(i, jnp.int32(self.stages[1]))
             carry, weights = self._softmax(score, carry)
@@ -156,6 +157,7 @@ class _Body:
                 plgpu.commit_smem()
                 weights = staged[0]
             carry = self._add(carry, weights, values.at[slot])
+            plgpu.commit_smem()
             pl.when(next_value < steps)(lambda: load(v, values, has_value, next_value))
             return carry
 
