@@ -156,12 +156,13 @@ def bench(report: Report, shape: str, batch: int, context: int, rate: float, arg
     parts = next(n for n in (1, 2, 4, 8) if batch * n * HEADS[shape][0] >= 264 or n == 8)
     items = jax.jit(pa.split_items, static_argnums=(3, 4))(table, 0 * full, full, PAGE, parts)
     scores = pa.Scores(HEAD_DIM**-0.5)
-    seconds = timed(lambda q: stream(q, cache, items, 3), q)
+    seconds = timed(partial(stream, stages=3), q, cache, items)
     of = lambda seconds: {"of_copy_rate": round(limit / seconds, 3)}
     report.add(f"{name} stream", seconds, num_bytes, limit, **of(seconds))
     for depth in args.stages:
         attend = partial(hopper.attend, tuning=tuning_of(depth))
-        seconds = timed(lambda q, a=attend: pa.paged_attention(q, cache, items, scores, a), q)
+        run = partial(pa.paged_attention, scores=scores, attend=attend)
+        seconds = timed(run, q, cache, items)
         name_it = f"{name} kernel, {depth} stages"
         report.add(name_it, seconds, num_bytes, limit, **of(seconds), parts=parts)
     if args.peers:
@@ -180,11 +181,9 @@ def peers(report: Report, row, q, cache, table) -> None:
         turned = [jnp.swapaxes(x, 0, 1) for x in cache]
         lengths = jnp.full((len(q),), table.shape[1] * PAGE, jnp.int32)
         splits = next(n for n in (4, 2, 1) if table.shape[1] % n == 0)
-        run = partial(
-            paged_attention, block_tables=table, lengths=lengths, k_splits=splits,
-            pages_per_compute_block=1,
-        )  # fmt: skip
-        seconds = timed(lambda q: run(q * HEAD_DIM**-0.5, *turned), q)
+        run = partial(paged_attention, k_splits=splits, pages_per_compute_block=1)
+        ask = lambda q, k, v, t, n: run(q * HEAD_DIM**-0.5, k, v, t, n)
+        seconds = timed(ask, q, *turned, table, lengths)
         report.add(
             f"{name} JAX's Triton kernel",
             seconds,
@@ -197,10 +196,10 @@ def peers(report: Report, row, q, cache, table) -> None:
     try:
         K = cache[0].shape[1]
         flat = [jnp.swapaxes(x[table], 2, 3).reshape(len(q), -1, K, HEAD_DIM) for x in cache]
-        run = lambda q: jax.nn.dot_product_attention(q[:, None], *flat, implementation="cudnn")[
-            :, 0
-        ]
-        seconds = timed(run, q)
+        run = lambda q, k, v: jax.nn.dot_product_attention(
+            q[:, None], k, v, implementation="cudnn"
+        )[:, 0]
+        seconds = timed(run, q, *flat)
         report.add(
             f"{name} cuDNN, contiguous",
             seconds,
@@ -226,24 +225,25 @@ def shared(report: Report, shape: str, rate: float, args) -> None:
     for run in (2, 4, 8, 15):
         items = pa.shared_items(tables, ends, PAGE, rows, run)
         items = jax.tree.map(jnp.asarray, items)
-        seconds = timed(lambda q, i=items: pa.paged_attention(q, cache, i, scores, attend), q)
+        run_items = partial(pa.paged_attention, scores=scores, attend=attend)
+        seconds = timed(run_items, q, cache, items)
         name = f"{shape} 32 groups of 8, 960 shared + 64, items of {run} pages"
         report.add(name, seconds, num_bytes, num_bytes / rate,
                    blocks=K * len(items.span))  # fmt: skip
 
 
-def timed(run, q) -> float:
-    """Seconds of one call of run(q), of STEPS that depend on each other in one program."""
+def timed(run, q, *arrays) -> float:
+    """Seconds of one call of run(q, *arrays), of STEPS that depend on each other in one program."""
 
-    def steps(q):
+    def steps(q, *arrays):
         def step(q, _):
-            out = run(q)
+            out = run(q, *arrays)
             return (q + 0.001 * out.astype(q.dtype)).astype(q.dtype), None
 
         return lax.scan(step, q, None, length=STEPS)[0]
 
     program = jax.jit(steps)
-    return median_s(lambda: program(q)) / STEPS
+    return median_s(lambda: program(q, *arrays)) / STEPS
 
 
 def stream(q, cache, items: pa.Items, stages: int):
