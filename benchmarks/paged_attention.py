@@ -257,11 +257,12 @@ def stream(q, cache, items: pa.Items, stages: int):
         head, item = lax.axis_index("head"), lax.axis_index("item")
         plgpu.copy_gmem_to_smem(items.at[item], header, told)
         plgpu.barrier_wait(told)
-        steps = lax.div(header[1] + (page - 1), jnp.int32(page))
+        steps = lax.div(header[0, 1] + (page - 1), jnp.int32(page))
 
         def load(step):
             slot = lax.rem(step, jnp.int32(stages))
-            where = header[hopper.HEADER + num_rows + step]
+            at = hopper.HEADER + num_rows + step
+            where = header[lax.div(at, jnp.int32(hopper.LINE)), lax.rem(at, jnp.int32(hopper.LINE))]
             plgpu.copy_gmem_to_smem(k.at[where, head], keys.at[slot], has_key.at[slot])
             plgpu.copy_gmem_to_smem(v.at[where, head], values.at[slot], has_value.at[slot])
 
@@ -282,16 +283,16 @@ def stream(q, cache, items: pa.Items, stages: int):
     ring = plgpu.SMEM((stages, page, Dh), jnp.bfloat16, transforms=tiled)
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((header.shape[0], K, header.shape[1]), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((header.shape[0], K, *header.shape[1:]), jnp.int32),
         grid=(K, header.shape[0]),
         grid_names=("head", "item"),
         scratch_types=[
-            plgpu.SMEM((header.shape[1],), jnp.int32), ring, ring, plgpu.Barrier(num_arrivals=1),
+            plgpu.SMEM(header.shape[1:], jnp.int32), ring, ring, plgpu.Barrier(num_arrivals=1),
             *[plgpu.Barrier(num_arrivals=1, num_barriers=stages)] * 2,
         ],
     )  # fmt: skip
     shift = lax.convert_element_type(q[0, 0, 0] * 0, jnp.int32)  # one call waits for another
-    return q + kernel(*cache, header + shift)[0, 0, 0].astype(q.dtype) * 0
+    return q + kernel(*cache, header + shift)[0, 0, 0, 0].astype(q.dtype) * 0
 
 
 if __name__ == "__main__":

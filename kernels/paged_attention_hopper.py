@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels.paged_attention import LOG2_E, TILE, Items, Scores, padded
 
 HEADER = 2  # first and end of the span, before the slots
-ALIGN = 32  # numbers of a header's row: whole sectors
+LINE = 128  # numbers of a header's line; a copy may have 256 lines
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def attend(
         grid=(K, header.shape[0]),
         grid_names=("head", "item"),
         scratch_types=[
-            plgpu.SMEM((header.shape[1],), jnp.int32),
+            plgpu.SMEM(header.shape[1:], jnp.int32),
             plgpu.SMEM((TILE, Dh), jnp.bfloat16, transforms=tiled),
             ring(tuning.key_stages),
             ring(tuning.value_stages),
@@ -95,13 +95,14 @@ def attend(
 
 
 def _header(items: Items, num_rows: int) -> jax.Array:
-    """i32[W, .]: the span, the slots, the pages, padded to whole sectors."""
+    """i32[W, lines, LINE]: the span, the slots, the pages."""
     span, slots, pages = (jnp.asarray(x) for x in (items.span, items.slots, items.pages))
     if slots.shape[1] > num_rows:
         raise ValueError(f"items hold {slots.shape[1]} sequences, a tile only {num_rows}")
     slots = jnp.pad(slots, ((0, 0), (0, num_rows - slots.shape[1])), constant_values=-1)
     header = jnp.concatenate([span, slots, pages], axis=1)
-    return jnp.pad(header, ((0, 0), (0, -header.shape[1] % ALIGN)))
+    whole = jnp.pad(header, ((0, 0), (0, -header.shape[1] % LINE)))
+    return whole.reshape(len(whole), -1, LINE)
 
 
 @dataclass(frozen=True)
@@ -118,16 +119,17 @@ class _Body:
         head, item = lax.axis_index("head"), lax.axis_index("item")
         plgpu.copy_gmem_to_smem(items.at[item], header, told)
         plgpu.barrier_wait(told)
-        first, end = header[0], header[1]
+        first, end = header[0, 0], header[0, 1]
         steps = lax.div(end + (self.page - 1), jnp.int32(self.page))
 
         def load(array, ring, barrier, step):
             slot = lax.rem(step, jnp.int32(ring.shape[0]))
-            where = header[HEADER + self.num_rows + step]
+            at = HEADER + self.num_rows + step
+            where = header[lax.div(at, jnp.int32(LINE)), lax.rem(at, jnp.int32(LINE))]
             plgpu.copy_gmem_to_smem(array.at[where, head], ring.at[slot], barrier.at[slot])
 
         for row in range(self.num_rows):
-            sequence = lax.div(lax.max(header[HEADER + row], 0), jnp.int32(self.parts))
+            sequence = lax.div(lax.max(header[0, HEADER + row], 0), jnp.int32(self.parts))
             place = queries.at[pl.ds(row * self.rows, self.rows)]
             plgpu.copy_gmem_to_smem(q.at[sequence, head], place, asked)
 
@@ -166,7 +168,7 @@ class _Body:
         tops[...] = top + jnp.log(mass) * LOG2_E
         plgpu.commit_smem()
         for row in range(self.num_rows):
-            slot, mine = header[HEADER + row], pl.ds(row * self.rows, self.rows)
+            slot, mine = header[0, HEADER + row], pl.ds(row * self.rows, self.rows)
 
             @pl.when(slot >= 0)
             def _(slot=slot, mine=mine):
