@@ -5,6 +5,11 @@
 
 A mixture of seven datasets with the model's own chat template, one turn each, beside arithmetic of several turns with
 a calculator, whose calls the template writes as the model knows them.
+
+Measured on two H200 with random weights, which never end a turn (128 episodes of 813 sampled tokens, 145,000 tokens
+trained a step; jax 0.11.2): servers ready after 70 s, the first step 63 s with its compile, then 4.1 to 5.3 s a step,
+30 to 43 % of it waiting for episodes; 24,000 tokens a second sampled, 51,000 trained (48 % of the card's rate), 0.09 s
+of sync; 17 GB of the serving card and 66 of the training one.
 """
 
 from ml_collections import ConfigDict
