@@ -20,7 +20,7 @@ from rl_jax.algorithms.rm import Rm
 from rl_jax.algorithms.token_losses import cispo
 from rl_jax.config import ConfigError, filled, parse
 from rl_jax.metrics import read_metrics
-from rl_jax.preflight import load_algorithm
+from rl_jax.preflight import load_algorithm, load_plugin
 from rl_jax.role_source import role_errors
 from rl_jax.settings import AlgorithmSettings
 from tests.algorithms.test_common import extras_of, some_groups, some_inputs
@@ -135,6 +135,18 @@ def named(plugin, *words):
     return filled(settings), algorithm
 
 
+def test_what_a_file_gives_to_another_algorithm_is_passed_over_once_the_plugin_is_known():
+    name = f"{__name__}:{Four.__qualname__}"
+    words = [CONFIG, f"--config.algorithm.name={name}"]
+    unloaded = replace(parse(words).settings.algorithm, entropy_coef=0.01, clip_high=0.3)
+    settings = replace(parse(words).settings, algorithm=unloaded)
+    known = load_plugin(settings, launch.resolve, frozenset({"algorithm.name"}))
+    assert load_algorithm(known, launch.resolve) and known == filled(parse(words).settings)
+    for chosen in (None, frozenset({"algorithm.name", "algorithm.clip_high"})):
+        with pytest.raises(ConfigError, match="clip_high=0.3 is not read by"):
+            load_algorithm(load_plugin(settings, launch.resolve, chosen), launch.resolve)
+
+
 def test_a_class_says_what_a_line_of_the_table_would():
     settings, algorithm = named(Capped)
     own = settings.algorithm
@@ -152,7 +164,7 @@ def test_what_a_class_does_not_say_is_what_its_bases_say():
     ppo = options.resolved(AlgorithmSettings(name="ppo"))
     assert own == replace(ppo, name=own.name)
     plain = options.entry_of(AlgorithmSettings(name=f"{__name__}:Four"))
-    assert not plain.policy and not plain.defaults and plain.compares
+    assert not plain.policy and plain.defaults == {"aggregation": "token-mean"} and plain.compares
     silent = options.entry_of(AlgorithmSettings(name="rl_jax.algorithms.policy:PolicyAlgorithm"))
     assert silent.defaults == ALGORITHMS["grpo"].defaults  # as docs/algorithms.md says
     assert options.entry_of(own).compares is ALGORITHMS["ppo"].compares
