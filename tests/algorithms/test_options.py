@@ -456,19 +456,6 @@ def test_kl_in_the_loss_has_its_gradient_at_any_coefficient_and_pulls_a_shifted_
         assert np.abs(gaps - gaps.mean()).max() < 0.05
 
 
-@pytest.mark.parametrize("name", policy_algorithms())
-def test_tokens_beyond_their_age_have_no_loss_and_leave_the_others_alone(name):
-    x = some_inputs()
-    x = replace(x, lag=np.where(x.mask, np.arange(6) % 4, 0).astype(np.int32))
-    young = CorrectionSettings(max_token_age=2)
-    loss = [
-        np.asarray(make(name, entropy_coef=0.0, **o).token_loss(x)[0])
-        for o in ({}, {"correction": young})
-    ]
-    assert not loss[1][x.lag > 2].any()
-    np.testing.assert_array_equal(loss[1][x.lag <= 2], loss[0][x.lag <= 2])
-
-
 def test_corrections_of_the_whole_batch_act_through_the_advantages():
     """Against the formulas on flat arrays: M2PO drops the farthest tokens, the weights' mean becomes 1."""
     groups = some_groups()
