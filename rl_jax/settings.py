@@ -299,7 +299,7 @@ class AlgorithmSettings:
     overlong_filter: bool = False  # truncated trajectories get an empty loss mask
     # by what a reward's distance from its group's mean is divided: std of the group | of the batch | none
     std_scope: str | None = None
-    std_eps: float = 1e-6  # added to that std
+    std_eps: float | None = None  # added to that std
     normalize: bool | None = (
         None  # rloo, aipo: by the batch's mean and std; grpo_passk: by the group's std
     )

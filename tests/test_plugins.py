@@ -17,7 +17,7 @@ from rl_jax.algorithms.plugin import Guarded, guarded
 from rl_jax.algorithms.policy import PolicyAlgorithm
 from rl_jax.algorithms.ppo import Ppo
 from rl_jax.algorithms.rm import Rm
-from rl_jax.algorithms.token_losses import cispo
+from rl_jax.algorithms.token_losses import TokenLoss, cispo
 from rl_jax.config import ConfigError, filled, parse
 from rl_jax.metrics import read_metrics
 from rl_jax.preflight import load_algorithm, load_plugin
@@ -123,8 +123,14 @@ class NoKey(Capped):
     defaults = {**RATIO, "ratio_may": 1.5}
 
 
-class OtherEps(Capped):
-    defaults = {**RATIO, "std_eps": 1e-4}
+class ScalarLoss(Capped):
+    def loss(self, x):
+        out = super().loss(x)
+        return TokenLoss(out.loss.sum(), out.parts)
+
+
+class OtherBonus(Capped):
+    defaults = {**RATIO, "entropy_coef": 0.01}
 
 
 def named(plugin, *words):
@@ -215,7 +221,13 @@ def test_a_plugin_is_run_by_its_needs():
         (NoRole, [], "needs tea_leaves, which no role computes"),
         (NoTargets, [], "has no targets; derive it from"),
         (NoKey, [], "its defaults name ratio_may, which is no setting of an algorithm"),
-        (OtherEps, [], "its defaults have std_eps=0.0001, but that default is 1e-06 for every"),
+        (OtherBonus, [], "its defaults have entropy_coef=0.01, but that default is 0.0 for every"),
+        (ScalarLoss, [], "loss() gave a loss that is an array float32[]; it must give the loss of"),
+        (
+            ScalarLoss,
+            ["--config.algorithm.entropy_coef=0.01"],
+            "loss() gave a loss that is an array float32[]",
+        ),
         (Unsaid, [], "a setting that it reads must be in the `defaults` of its class"),
         (Capped, ["--config.algorithm.clip_low=0.1"], "clip_low=0.1 is not read by"),
         (Four, ["--config.algorithm.kl.coef=0.1"], "kl.coef=0.1 is not read by"),
@@ -355,7 +367,7 @@ SHAPES = [
     ("token_inputs", {"selected": [1.0]}, "token_inputs()['selected'] gave 1 arrays for 4"),
     ("loss", None, "loss() gave None; it must give a token_losses.TokenLoss(loss, parts)"),
     ("loss", lambda right: right.loss, "loss() gave an array float32[1, 8]; it must give a token_l"),
-    ("loss", lambda right: right._replace(loss=right.loss.mean()), "token_loss() gave a loss that is"),
+    ("loss", lambda right: right._replace(loss=right.loss.mean()), "loss() gave a loss that is"),
     ("token_loss", None, "token_loss() gave None; it must give the loss of each token, of shape (1,"),
     ("token_loss", lambda right: right[0], "token_loss() gave an array float32[1, 8]"),
     ("token_loss", lambda right: (right[0][:, 1:], right[1]), "that is an array float32[1, 7]"),

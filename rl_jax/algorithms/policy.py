@@ -135,6 +135,9 @@ class PolicyAlgorithm(Base):
         out = self.loss(stays)
         if not isinstance(out, TokenLoss):
             raise ContractError(self, "loss", show(out), "a token_losses.TokenLoss(loss, parts)")
+        if getattr(out.loss, "shape", None) != x.mask.shape:  # else an option may broadcast it
+            want = f"the loss of each token, of shape {x.mask.shape} and not reduced"
+            raise ContractError(self, "loss", f"a loss that is {show(out.loss)}", want)
         loss, sums = out.loss, {}
         for part, name in FIGURES.items():
             if part in out.parts:
