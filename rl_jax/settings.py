@@ -272,6 +272,8 @@ class AlgorithmSettings:
     old_policy: str | None = None
     gamma: float | None = None  # discount of a token's or a turn's reward
     lam: float | None = None  # of GAE
+    # ppo: the value after the last token of an episode that a limit cut is its last token's; else 0
+    bootstrap: bool | None = None
     omega: float | None = None  # weight of gigpo's step term
     ratio_min: float | None = None  # bounds of a detached weight
     ratio_max: float | None = None

@@ -72,8 +72,8 @@ ALGORITHMS: dict[str, Entry] = {
     "opo": Entry(_A + "opo:Opo", CLIP),
     "maxrl": Entry(_A + "maxrl:MaxRl", CLIP),
     "ppo": Entry(
-        _A + "ppo:Ppo", {**CLIP, **_EVEN, "gamma": 1.0, "lam": 1.0}, frozenset({"values"}), compares=False,
-        by_token=True, whitens=True,
+        _A + "ppo:Ppo", {**CLIP, **_EVEN, "gamma": 1.0, "lam": 1.0, "bootstrap": False},
+        frozenset({"values"}), compares=False, by_token=True, whitens=True,
     ),
     "reinforce_pp": Entry(
         _A + "reinforce_pp:ReinforcePp", {**CLIP, **_EVEN, "gamma": 1.0}, compares=False, by_token=True,
@@ -95,6 +95,7 @@ ALGORITHMS: dict[str, Entry] = {
         frozenset({"old_logprobs"}), by_token=True,
     ),
     "gspo": Entry(_A + "gspo:Gspo", {**GRPO, **_SEQUENCE, **_ROOT}),
+    "gspo_token": Entry(_A + "gspo:GspoToken", {**GRPO, **_SEQUENCE, **_ROOT}),
     "turn_ppo": Entry(_A + "turn_ppo:TurnPpo", {**GRPO, **_ROOT}),
     "cispo": Entry(_A + "cispo:Cispo", {**RATIO, **STD, "ratio_min": 0.0, "ratio_max": 5.0}),
     "aipo": Entry(

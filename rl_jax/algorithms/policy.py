@@ -139,9 +139,10 @@ class PolicyAlgorithm(Base):
             want = f"the loss of each token, of shape {x.mask.shape} and not reduced"
             raise ContractError(self, "loss", f"a loss that is {show(out.loss)}", want)
         loss, sums = out.loss, {}
+        parts = out.parts if weights is None else self.loss(x).parts  # figures are of all tokens
         for part, name in FIGURES.items():
-            if part in out.parts:
-                sums[name] = total(out.parts[part])
+            if part in parts:
+                sums[name] = total(parts[part])
         if weights is not None:
             loss = jnp.where(keep, weights * loss, 0.0)
             sums |= {"is/rejected": total(~keep), "is/weight": total(weights)}
