@@ -25,7 +25,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rl_jax import schema
-from rl_jax.algorithms.options import learns_from_rows, resolved
+from rl_jax.algorithms.options import learns_from_rows, passed_over, resolved
 from rl_jax.console import say
 from rl_jax.model_source import with_source
 from rl_jax.overrides import Override, parse_overrides, resolve
@@ -77,6 +77,9 @@ class LaunchOptions:
 class Parsed:
     settings: Settings
     options: LaunchOptions
+    chosen: frozenset[str] | None = (
+        None  # typed beside another algorithm than the file's; None = its
+    )
 
 
 def parse(argv: Sequence[str]) -> Parsed:
@@ -106,16 +109,19 @@ def parse(argv: Sequence[str]) -> Parsed:
     settings = _with_source(schema.build(Settings, tree, "", errors), errors)
     told = {error.split("=")[0] for error in errors}
     typed = {key for key, _ in overrides}
-    # A file is written for the algorithm that it names; a run's own has what another one's file gave it.
-    is_theirs = not is_stored and "algorithm.name" not in typed
-    found = check(settings, options.mode, None if is_theirs else typed)
+    # A file is written for the algorithm that it names; another one was named over it, or is stored with its values.
+    chosen = frozenset(typed) if is_stored or "algorithm.name" in typed else None
+    checked = replace(settings, algorithm=passed_over(settings.algorithm, chosen))
+    found = check(checked, options.mode)
     found = [e for e in found if e.split("=")[0] not in told]
     if is_stored:  # nobody typed these values
         found = [e if e.split("=")[0] in typed else f"{e} (it stands in {stored})" for e in found]
     errors += found
     if errors:
         raise ConfigError(list(dict.fromkeys(errors)))
-    return Parsed(filled(settings), options)
+    if is_stored:  # what a run has stored stays, or it were another config
+        return Parsed(filled(settings), options)
+    return Parsed(filled(checked), options, chosen)
 
 
 def plays_episodes(parsed: Parsed) -> bool:

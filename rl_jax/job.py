@@ -28,7 +28,7 @@ from rl_jax.algorithms.plugin import guarded
 from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.cluster import InProcCluster
-from rl_jax.config import ConfigError, Parsed, filled, resolved_python
+from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.data.corpus import Corpus
 from rl_jax.data.stream import ExampleStream
 from rl_jax.disk import disk_full
@@ -47,6 +47,7 @@ from rl_jax.preflight import (
     build_model,
     check_messages,
     load_names,
+    load_plugin,
     prepare_tasks,
     present_devices,
 )
@@ -96,8 +97,8 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         if pool is not None:
             stack.callback(lambda: run_blocking(pool.close()))
         meshes = build_meshes(plan, present_devices(plan, "cpu" if options.dry_run else None))
+        settings = load_plugin(settings, resolve, parsed.chosen)
         renderer = load_names(settings, plan, resolve, options.mode)
-        settings = filled(settings)  # a plugin tells its own values once it is loaded
         if pool is not None:
             with progress.phase("environments", "importing them in their worker processes"):
                 prepare_tasks(settings, pool, options.mode)

@@ -9,7 +9,7 @@ Must not: write anything, or start what is not ended when the check returns.
 import asyncio
 import json
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from rl_jax.algorithms.contract import (
 )
 from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.algorithms.plugin import guarded
-from rl_jax.config import ConfigError
+from rl_jax.config import ConfigError, filled
 from rl_jax.learner.batch import pack, with_advantages
 from rl_jax.lowering import LoweringError, tracing
 from rl_jax.mesh import MeshPlan
@@ -72,6 +72,15 @@ def present_devices(plan: MeshPlan, platform: str | None = None) -> list[Any]:
             ]
         )
     return devices
+
+
+def load_plugin(
+    settings: Settings, resolve: Resolve, chosen: Collection[str] | None = None
+) -> Settings:
+    """The settings as config.parse would have made them, had it known the algorithm: a plugin tells what it reads, and
+    its own values, once it is loaded. chosen: as options.passed_over. Raises ConfigError."""
+    resolve(settings.algorithm.name, ALGORITHMS)
+    return filled(replace(settings, algorithm=options.passed_over(settings.algorithm, chosen)))
 
 
 def load_names(
@@ -123,7 +132,8 @@ def load_algorithm(settings: Settings, resolve: Resolve) -> Any:
     protocol, or, of a plugin, does not read what was given, or whose loss cannot be traced."""
     name, given = f"algorithm.name={settings.algorithm.name}", settings.algorithm
     build = resolve(given.name, ALGORITHMS)
-    if errors := list(algorithm_errors(settings)):  # a plugin's only now: the others' were empty
+    is_plugin = given.name not in ALGORITHMS  # of which config.parse knew nothing
+    if is_plugin and (errors := list(algorithm_errors(settings))):
         raise ConfigError(errors)
     try:
         algorithm = build(options.resolved(given))

@@ -272,6 +272,8 @@ class AlgorithmSettings:
     old_policy: str | None = None
     gamma: float | None = None  # discount of a token's or a turn's reward
     lam: float | None = None  # of GAE
+    # ppo: the value after the last token of an episode that a limit cut is its last token's; else 0
+    bootstrap: bool | None = None
     omega: float | None = None  # weight of gigpo's step term
     ratio_min: float | None = None  # bounds of a detached weight
     ratio_max: float | None = None
@@ -299,7 +301,7 @@ class AlgorithmSettings:
     overlong_filter: bool = False  # truncated trajectories get an empty loss mask
     # by what a reward's distance from its group's mean is divided: std of the group | of the batch | none
     std_scope: str | None = None
-    std_eps: float = 1e-6  # added to that std
+    std_eps: float | None = None  # added to that std
     normalize: bool | None = (
         None  # rloo, aipo: by the batch's mean and std; grpo_passk: by the group's std
     )

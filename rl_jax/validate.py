@@ -9,7 +9,7 @@ Must not: import jax or an environment's or plugin's module (only tables of name
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,13 +189,8 @@ _TAG = re.compile(r"[a-z][a-z0-9_]*")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-def check(
-    settings: Settings, mode: str = "train", typed: Collection[str] | None = None
-) -> list[str]:
-    """Everything that is wrong with a config, one line each; [] if nothing is.
-
-    typed: keys that somebody chose for this very algorithm, beside those of a file for another; None = all of them.
-    """
+def check(settings: Settings, mode: str = "train") -> list[str]:
+    """Everything that is wrong with a config, one line each; [] if nothing is."""
     values = schema.leaves(schema.to_tree(settings))
     errors = [e for key, text in INTERVALS.items() for e in _interval(key, values[key], text)]
     for key, choices in CHOICES.items():
@@ -212,7 +207,7 @@ def check(
     sound = _repaired(settings, [error.partition("=")[0] for error in errors])
     for rule in RULES:
         errors += rule(sound)
-    errors += algorithm_errors(sound, typed)
+    errors += algorithm_errors(sound)
     reads = mode == "train" and options.learns_from_rows(sound.algorithm, sound.data)
     if mode != "eval":
         errors += [*(() if reads else _training_errors(sound)), *role_errors(sound)]
@@ -350,10 +345,10 @@ def _engine(s: Settings) -> Iterator[str]:
         )
 
 
-def algorithm_errors(s: Settings, typed: Collection[str] | None = None) -> Iterator[str]:
+def algorithm_errors(s: Settings) -> Iterator[str]:
     """What is wrong with the algorithm's settings, alone and beside the rollout's; of a plugin, once it is loaded."""
     reads = options.learns_from_rows(s.algorithm, s.data)
-    yield from rules(s.algorithm, 2 if reads else s.rollout.group_size, typed)
+    yield from rules(s.algorithm, 2 if reads else s.rollout.group_size)
     if (age := s.algorithm.correction.max_token_age) >= s.rollout.max_staleness and age:
         yield (
             f"algorithm.correction.max_token_age={age} leaves no token out: rollout.max_staleness="

@@ -361,7 +361,7 @@ def test_references_follow_an_override(tmp_path):
 
 def test_the_quickstarts_entropy_bonus_is_passed_over_by_what_has_none(tmp_path):
     sft = "--config.algorithm.name=sft"
-    assert parse([sft]).settings.algorithm.entropy_coef == 0.01
+    assert parse([sft]).settings.algorithm.entropy_coef == 0.0
     (line,) = errors_of(sft, "--config.algorithm.entropy_coef=0.1")
     assert line.startswith("algorithm.entropy_coef=0.1 is not read by sft but by grpo, ")
     body = ONE_DEVICE.format('config.algorithm.update(name="sft", entropy_coef=0.1)')

@@ -17,10 +17,10 @@ from rl_jax.algorithms.plugin import Guarded, guarded
 from rl_jax.algorithms.policy import PolicyAlgorithm
 from rl_jax.algorithms.ppo import Ppo
 from rl_jax.algorithms.rm import Rm
-from rl_jax.algorithms.token_losses import cispo
+from rl_jax.algorithms.token_losses import TokenLoss, cispo
 from rl_jax.config import ConfigError, filled, parse
 from rl_jax.metrics import read_metrics
-from rl_jax.preflight import load_algorithm
+from rl_jax.preflight import load_algorithm, load_plugin
 from rl_jax.role_source import role_errors
 from rl_jax.settings import AlgorithmSettings
 from tests.algorithms.test_common import extras_of, some_groups, some_inputs
@@ -123,8 +123,14 @@ class NoKey(Capped):
     defaults = {**RATIO, "ratio_may": 1.5}
 
 
-class OtherEps(Capped):
-    defaults = {**RATIO, "std_eps": 1e-4}
+class ScalarLoss(Capped):
+    def loss(self, x):
+        out = super().loss(x)
+        return TokenLoss(out.loss.sum(), out.parts)
+
+
+class OtherBonus(Capped):
+    defaults = {**RATIO, "entropy_coef": 0.01}
 
 
 def named(plugin, *words):
@@ -133,6 +139,18 @@ def named(plugin, *words):
     settings = parse(words).settings
     algorithm = load_algorithm(settings, launch.resolve)
     return filled(settings), algorithm
+
+
+def test_what_a_file_gives_to_another_algorithm_is_passed_over_once_the_plugin_is_known():
+    name = f"{__name__}:{Four.__qualname__}"
+    words = [CONFIG, f"--config.algorithm.name={name}"]
+    unloaded = replace(parse(words).settings.algorithm, entropy_coef=0.01, clip_high=0.3)
+    settings = replace(parse(words).settings, algorithm=unloaded)
+    known = load_plugin(settings, launch.resolve, frozenset({"algorithm.name"}))
+    assert load_algorithm(known, launch.resolve) and known == filled(parse(words).settings)
+    for chosen in (None, frozenset({"algorithm.name", "algorithm.clip_high"})):
+        with pytest.raises(ConfigError, match="clip_high=0.3 is not read by"):
+            load_algorithm(load_plugin(settings, launch.resolve, chosen), launch.resolve)
 
 
 def test_a_class_says_what_a_line_of_the_table_would():
@@ -152,7 +170,7 @@ def test_what_a_class_does_not_say_is_what_its_bases_say():
     ppo = options.resolved(AlgorithmSettings(name="ppo"))
     assert own == replace(ppo, name=own.name)
     plain = options.entry_of(AlgorithmSettings(name=f"{__name__}:Four"))
-    assert not plain.policy and not plain.defaults and plain.compares
+    assert not plain.policy and plain.defaults == {"aggregation": "token-mean"} and plain.compares
     silent = options.entry_of(AlgorithmSettings(name="rl_jax.algorithms.policy:PolicyAlgorithm"))
     assert silent.defaults == ALGORITHMS["grpo"].defaults  # as docs/algorithms.md says
     assert options.entry_of(own).compares is ALGORITHMS["ppo"].compares
@@ -203,7 +221,13 @@ def test_a_plugin_is_run_by_its_needs():
         (NoRole, [], "needs tea_leaves, which no role computes"),
         (NoTargets, [], "has no targets; derive it from"),
         (NoKey, [], "its defaults name ratio_may, which is no setting of an algorithm"),
-        (OtherEps, [], "its defaults have std_eps=0.0001, but that default is 1e-06 for every"),
+        (OtherBonus, [], "its defaults have entropy_coef=0.01, but that default is 0.0 for every"),
+        (ScalarLoss, [], "loss() gave a loss that is an array float32[]; it must give the loss of"),
+        (
+            ScalarLoss,
+            ["--config.algorithm.entropy_coef=0.01"],
+            "loss() gave a loss that is an array float32[]",
+        ),
         (Unsaid, [], "a setting that it reads must be in the `defaults` of its class"),
         (Capped, ["--config.algorithm.clip_low=0.1"], "clip_low=0.1 is not read by"),
         (Four, ["--config.algorithm.kl.coef=0.1"], "kl.coef=0.1 is not read by"),
@@ -343,7 +367,7 @@ SHAPES = [
     ("token_inputs", {"selected": [1.0]}, "token_inputs()['selected'] gave 1 arrays for 4"),
     ("loss", None, "loss() gave None; it must give a token_losses.TokenLoss(loss, parts)"),
     ("loss", lambda right: right.loss, "loss() gave an array float32[1, 8]; it must give a token_l"),
-    ("loss", lambda right: right._replace(loss=right.loss.mean()), "token_loss() gave a loss that is"),
+    ("loss", lambda right: right._replace(loss=right.loss.mean()), "loss() gave a loss that is"),
     ("token_loss", None, "token_loss() gave None; it must give the loss of each token, of shape (1,"),
     ("token_loss", lambda right: right[0], "token_loss() gave an array float32[1, 8]"),
     ("token_loss", lambda right: (right[0][:, 1:], right[1]), "that is an array float32[1, 7]"),

@@ -28,6 +28,8 @@ class Entry(NamedTuple):
     # it pulls back to what its ratio is taken against, so that must be older than the policy that trains
     needs_lag: bool = False
     makes_scores: bool = False  # what it trains is a reward model
+    by_token: bool = False  # its advantages may differ within an episode
+    whitens: bool = False  # over the step's tokens, which moves the 0 of a group without a signal
 
 
 SHARED = {
@@ -66,21 +68,23 @@ _A = "rl_jax.algorithms."
 ALGORITHMS: dict[str, Entry] = {
     "grpo": Entry(_A + "grpo:Grpo", GRPO),
     "dr_grpo": Entry(_A + "dr_grpo:DrGrpo", CLIP),
-    "rloo": Entry(_A + "rloo:Rloo", {**CLIP, "normalize": False, "std_eps": 1e-6}),
+    "rloo": Entry(_A + "rloo:Rloo", {**CLIP, "normalize": False, "std_eps": 1e-4}),
     "opo": Entry(_A + "opo:Opo", CLIP),
     "maxrl": Entry(_A + "maxrl:MaxRl", CLIP),
     "ppo": Entry(
-        _A + "ppo:Ppo", {**CLIP, **_EVEN, "gamma": 1.0, "lam": 1.0}, frozenset({"values"}), compares=False
+        _A + "ppo:Ppo", {**CLIP, **_EVEN, "gamma": 1.0, "lam": 1.0, "bootstrap": False},
+        frozenset({"values"}), compares=False, by_token=True, whitens=True,
     ),
     "reinforce_pp": Entry(
-        _A + "reinforce_pp:ReinforcePp", {**CLIP, **_EVEN, "gamma": 1.0}, compares=False
+        _A + "reinforce_pp:ReinforcePp", {**CLIP, **_EVEN, "gamma": 1.0}, compares=False, by_token=True,
+        whitens=True,
     ),
     "reinforce_pp_baseline": Entry(
-        _A + "reinforce_pp_baseline:ReinforcePpBaseline", {**CLIP, **_EVEN}
+        _A + "reinforce_pp_baseline:ReinforcePpBaseline", {**CLIP, **_EVEN}, whitens=True
     ),
     "grpo_passk": Entry(_A + "grpo_passk:GrpoPassk", {**CLIP, "normalize": True, "std_eps": 1e-6}),
     "gdpo": Entry(_A + "gdpo:Gdpo", {**CLIP, "reward_weights": {}, "std_eps": 1e-6}),
-    "otb": Entry(_A + "otb:Otb", CLIP, frozenset({"old_logprobs", "sum_squares"})),
+    "otb": Entry(_A + "otb:Otb", CLIP, frozenset({"old_logprobs", "sum_squares"}), by_token=True),
     "kl_cov": Entry(
         _A + "kl_cov:KlCov", {**RATIO, **STD, "cov_share": 2e-4, "cov_coef": 1.0},
         frozenset({"old_logprobs"}), pulls=True, needs_lag=True,
@@ -88,13 +92,14 @@ ALGORITHMS: dict[str, Entry] = {
     "clip_cov": Entry(
         _A + "clip_cov:ClipCov",
         {**GRPO, **_EVEN, "cov_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
-        frozenset({"old_logprobs"}),
+        frozenset({"old_logprobs"}), by_token=True,
     ),
     "gspo": Entry(_A + "gspo:Gspo", {**GRPO, **_SEQUENCE, **_ROOT}),
+    "gspo_token": Entry(_A + "gspo:GspoToken", {**GRPO, **_SEQUENCE, **_ROOT}),
     "turn_ppo": Entry(_A + "turn_ppo:TurnPpo", {**GRPO, **_ROOT}),
     "cispo": Entry(_A + "cispo:Cispo", {**RATIO, **STD, "ratio_min": 0.0, "ratio_max": 5.0}),
     "aipo": Entry(
-        _A + "aipo:Aipo", {**SHARED, "normalize": False, "std_eps": 1e-6, "ratio_max": 2.0}
+        _A + "aipo:Aipo", {**SHARED, "normalize": False, "std_eps": 1e-4, "ratio_max": 2.0}
     ),
     "gmpo": Entry(
         _A + "gmpo:Gmpo", {**RATIO, **STD, **_SEQUENCE, "clip_low": 0.4, "clip_high": 0.4}
@@ -110,11 +115,11 @@ ALGORITHMS: dict[str, Entry] = {
         {**SHARED, "aggregation": "seq-mean-token-sum", "weight_level": "sequence"},
     ),
     "decoupled_ppo": Entry(_A + "decoupled_ppo:DecoupledPpo", {**GRPO, **_EVEN, **_DECOUPLED}),
-    "gigpo": Entry(_A + "gigpo:Gigpo", {**GRPO, "gamma": 0.95, "omega": 1.0}),
-    "turn_reinforce": Entry(_A + "turn_reinforce:TurnReinforce", {**GRPO, "gamma": 1.0}),
+    "gigpo": Entry(_A + "gigpo:Gigpo", {**GRPO, "gamma": 0.95, "omega": 1.0}, by_token=True),
+    "turn_reinforce": Entry(_A + "turn_reinforce:TurnReinforce", {**GRPO, "gamma": 1.0}, by_token=True),
     "opd": Entry(
         _A + "opd:Opd", {**SHARED, "ratio_max": 2.0}, frozenset({"teacher_logprobs"}),
-        compares=False, reads_reward=False, pulls=True,
+        compares=False, reads_reward=False, pulls=True, by_token=True,
     ),
     "dpo": Entry(
         _A + "dpo:Dpo", _DPO, frozenset({"old_logprobs", "reference_logprobs"}), policy=False,

@@ -52,7 +52,10 @@ class LossInputs:
     reference_logprobs: Float[Array, "B K"] | None = None  # of the frozen reference
     teacher_logprobs: Float[Array, "B K"] | None = None  # of the teacher
     lag: Int[Array, "B K"] | None = None  # consuming version minus the token's
+    # of mask and of what a correction left out of it: the tokens that loss_weights count; None = mask
+    counted: Bool[Array, "B K"] | None = None
     # of token_inputs
+    kept: Float[Array, "B K"] | None = None  # 0 on the tokens that a whole-batch correction drops
     selected: Float[Array, "B K"] | None = None  # 1 on the tokens that a loss treats apart
     entropy_coef: Float[Array, "B K"] | None = None  # of this step, where it adapts
 

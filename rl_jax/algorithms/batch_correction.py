@@ -1,8 +1,9 @@
 """Corrections that read every trained token of a step at once, so they are computed on the host, before rows are cut.
 
 M2PO's mask and the normalisation of importance weights by their mean over the batch. Both need the proximal policy at
-step start (old_policy=recompute), and both act through the advantages: a token without advantage has no policy loss but
-stays in every denominator and keeps its KL and entropy terms, and every loss that takes them is linear in |advantage|.
+step start (old_policy=recompute). The normalisation acts through the advantages, and every loss that takes them is
+linear in |advantage|. A token that M2PO drops has no advantage, and `batch_kept` tells the loss, which keeps it out of
+the mean of its turn or sequence; it stays in every denominator and keeps its KL and entropy terms.
 Must not: be used where a loss pulls without an advantage (options.rules refuses it).
 """
 
@@ -29,16 +30,21 @@ def correct_batch(
         raise ValueError(
             "correction.m2po and correction.batch_normalize need old_policy=recompute: learner.score computes it"
         )
-    proximal = scored.padded(scored.extras["old_logprobs"])
-    behaviour = scored.padded([member.logprobs for member in scored.members])
     values, mask = scored.padded(advantages), scored.mask
     if c.batch_normalize:
+        proximal = scored.padded(scored.extras["old_logprobs"])
+        behaviour = scored.padded([member.logprobs for member in scored.members])
         values = values * _normaliser(scored, proximal, behaviour, c)
     if c.m2po:
-        values = np.where(
-            correction.m2po_keep(proximal, behaviour, mask, c.m2po) | ~mask, values, 0.0
-        )
+        values = np.where((scored.padded(batch_kept(scored, c)) > 0) | ~mask, values, 0.0)
     return scored.unpadded(values)
+
+
+def batch_kept(scored: Scored, c: CorrectionSettings) -> list[np.ndarray]:
+    """M2PO's mask: f32[T] a member, 1 on the trained tokens that it keeps."""
+    proximal = scored.padded(scored.extras["old_logprobs"])
+    behaviour = scored.padded([member.logprobs for member in scored.members])
+    return scored.unpadded(correction.m2po_keep(proximal, behaviour, scored.mask, c.m2po))
 
 
 def _normaliser(

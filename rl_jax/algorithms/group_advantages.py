@@ -147,13 +147,17 @@ def multi_reward(
 
 
 def batch_normalised(values: np.ndarray, valid: np.ndarray, *, eps: float) -> np.ndarray:
-    """(x - mean) / (std + eps) over the valid values, ddof 1; equal values become 0, a single one stays as it is."""
+    """(x - mean) / (std + eps) over the valid values, ddof 1; equal values become 0, a single one stays as it is.
+
+    Args:    values: centred in their groups, so that their mean is 0 but for rounding: a 0 stays exactly 0.
+    """
     values, valid = np.asarray(values, np.float64), np.asarray(valid) != 0
     out = values.copy()
     kept = values[valid]
     if len(kept) > 1:
         flat = kept.max() == kept.min()
-        out[valid] = 0.0 if flat else (kept - kept.mean()) / (np.std(kept, ddof=1) + eps)
+        scaled = (kept - kept.mean()) / (np.std(kept, ddof=1) + eps)
+        out[valid] = 0.0 if flat else np.where(kept == 0, 0.0, scaled)
     return out
 
 

@@ -1,21 +1,24 @@
 """The settings of an algorithm before jax is there: whose values stand where none are given, and what they need.
 
-Life of a setting: 1 the user's value, or None. 2 rules.py refuses what the algorithm does not read, what contradicts
-and what would have no effect. 3 `resolved` puts the algorithm's own value where None is; config does it once and every
-algorithm again (it changes nothing the second time), so that a value given by the user wins.
+Life of a setting: 1 the user's value, or None. 2 `passed_over` takes back what a file gave to another algorithm than
+the one that was named over it; rules.py refuses what the algorithm does not read, what contradicts and what would have
+no effect. 3 `resolved` puts the algorithm's own value where None is; config does it once and every algorithm again (it
+changes nothing the second time), so that a value given by the user wins.
 A plugin's class says the same things as attributes of the same names as Entry's fields. They are known once its module
 is imported (preflight.py), which config does not do; until then nothing is read, resolved or refused for it.
 Must not: import jax or a plugin, or know the mesh.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from rl_jax.algorithms import ALGORITHMS, Entry
 from rl_jax.settings import AlgorithmSettings, DataSettings
 
+# of the options that every policy algorithm takes
+SHARED_SECTIONS = ("correction", "kl", "entropy", "overlong", "filter")
 OWN_KEYS = tuple(dict.fromkeys(key for entry in ALGORITHMS.values() for key in entry.defaults))
 
 # Key under "algorithm." -> the interval its number must lie in, where it is one.
@@ -125,7 +128,8 @@ def _said(target: str, plugin: Any, of_target: Mapping[str, Entry]) -> Entry:
         own = {f: said[f] for f in Entry._fields if isinstance(said.get(f), kinds.get(f, bool))}
         needs |= frozenset(own.pop("needs", ()))
         nearest = {**own, **nearest}
-    return Entry(target, **{"defaults": {}, "policy": False, **nearest}, needs=needs)
+    defaults = {"aggregation": "token-mean", **nearest.pop("defaults", {})}  # of its tokens' losses
+    return Entry(target, defaults, **{"policy": False, **nearest}, needs=needs)
 
 
 def keys(section: Any = None, prefix: str = "") -> tuple[str, ...]:
@@ -146,6 +150,35 @@ def resolved(settings: AlgorithmSettings) -> AlgorithmSettings:
     if settings.kl.kind is None:
         own = "k1" if settings.kl.where == "reward" else "k3"
         settings = with_value(settings, "kl.kind", own)
+    return settings
+
+
+def unread(entry: Entry) -> Iterator[str]:
+    """The keys that an algorithm ignores; those of options that all policy algorithms share, where it is none."""
+    sections = SHARED_SECTIONS
+    if entry.policy:
+        sections = () if entry.reads_reward else ("overlong",)
+    for key in KEYS:
+        is_own = key in OWN_KEYS
+        if key not in entry.defaults if is_own else key.partition(".")[0] in sections:
+            yield key
+
+
+def passed_over(settings: AlgorithmSettings, chosen: Collection[str] | None) -> AlgorithmSettings:
+    """The settings without what a file gave to another algorithm: the name was chosen over the file's.
+
+    chosen: full keys that somebody chose for this very algorithm, which stay, also where it does not read them. None =
+    all of them. Nothing changes for a plugin that is not loaded.
+    """
+    if chosen is None or not is_known(settings):
+        return settings
+    entry, plain = entry_of(settings), AlgorithmSettings()
+    has_pairs = entry.rows in ("pairs", "ends")  # their aggregation cannot be chosen
+    of_pairs = ("aggregation", "max_response_tokens") if has_pairs else ()
+    for key in (*unread(entry), *of_pairs):
+        full = f"algorithm.{key}"
+        if not any(c == full or c.startswith(f"{full}.") for c in chosen):
+            settings = with_value(settings, key, get(plain, key))
     return settings
 
 

@@ -4,9 +4,11 @@ A named algorithm is a PolicyAlgorithm with `estimate` (host, once a step: rewar
 jit: a loss a token). Round these two stand, in this order, the options of AlgorithmSettings:
 1 `filter` drops groups, and members, by their task rewards, before any shaping (filters.py). 2 `overlong`, a reward
 model's score and KL in the reward shape the rewards. 3 `estimate`, and what of `correction` reads a whole batch
-(batch_correction.py). 4 What a ratio is taken against, by `old_policy`. 5 `loss`. 6 `correction`: rejection, veto, age
-and OPSM on the raw mask, then importance weights; both multiply the loss, detached, and leave the denominators alone
-(unless correction.denominator says otherwise). 7 KL in the loss and the entropy bonus, on every trained token.
+(batch_correction.py). 4 What a ratio is taken against, by `old_policy`. 5 `correction`: rejection, veto, age, OPSM on
+the raw mask. What drops out is off the mask that `loss` sees, so that it has no part in a mean or sum of its turn or
+sequence either; the denominators count it all the same (unless correction.denominator says otherwise), so the other
+tokens' gradients do not grow. 6 `loss`, times the importance weights, detached. 7 KL in the loss and the entropy bonus,
+on every trained token.
 State, which a checkpoint keeps: {"kl_coef", "entropy_coef", "entropy"}, each where it adapts.
 
 Which old policy: `behaviour` is the policy that sampled: with one update a step a ratio to the policy at step start is
@@ -27,7 +29,7 @@ from jaxtyping import Array, Bool, Float
 from rl_jax.algorithms import GRPO, correction, options
 from rl_jax.algorithms.advantages import Scored, group_rewards, num_sampled, trains_scored
 from rl_jax.algorithms.algorithm import Base, LossInputs, Sums
-from rl_jax.algorithms.batch_correction import correct_batch
+from rl_jax.algorithms.batch_correction import batch_kept, correct_batch
 from rl_jax.algorithms.contract import ContractError, check_arrays, show
 from rl_jax.algorithms.entropy import applied_entropy_coef, entropy_loss, next_entropy_coef
 from rl_jax.algorithms.filters import select_groups
@@ -87,24 +89,24 @@ class PolicyAlgorithm(Base):
             return None
         scored = self._plain(groups, extras)
         x = inputs_at_start(scored, advantages)
-        keep, weights = (np.asarray(a) for a in corrected(x, "recompute", c))
-        if c.level != "none" and c.mode == "mask":
-            keep = keep & (weights > 0)
+        keep = np.asarray(corrected(x, "recompute", c)[0])
         if c.m2po:
-            keep = keep & correction.m2po_keep(
-                np.asarray(x.old_logprobs), np.asarray(x.behaviour_logprobs), scored.mask, c.m2po
-            )
+            keep = keep & (scored.padded(batch_kept(scored, c)) > 0)
         return [k[: len(m.tokens)] for k, m in zip(keep, scored.members, strict=True)]
 
     def token_inputs(self, groups: Sequence[Group], advantages, extras, state):
-        if not self.settings.entropy.target:
-            return {}
+        s, told = self.settings, {}
+        if s.correction.m2po:
+            told["kept"] = batch_kept(self._plain(groups, extras), s.correction)
+        if not s.entropy.target:
+            return told
         now = self._entropy_state(state)
         coef = now["entropy_coef"]
         if now["entropy"] is not None:
             coef = applied_entropy_coef(coef, now["entropy"], target=self.settings.entropy.target)
         members = [trajectory for group in groups for trajectory in group.trajectories]
-        return {"entropy_coef": [np.full(len(m.tokens), coef, np.float32) for m in members]}
+        coefs = [np.full(len(m.tokens), coef, np.float32) for m in members]
+        return {**told, "entropy_coef": coefs}
 
     def learned(self, state: Any, metrics: Mapping[str, Metric]) -> Any:
         e = self.settings.entropy
@@ -125,15 +127,23 @@ class PolicyAlgorithm(Base):
         def total(values: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jnp.where(x.mask, values, 0).sum().astype(jnp.float32), num_tokens
 
-        out = self.loss(x)
-        if not isinstance(out, TokenLoss):
-            raise ContractError(self, "loss", show(out), "a token_losses.TokenLoss(loss, parts)")
-        loss, sums = out.loss, {}
-        for part, name in FIGURES.items():
-            if part in out.parts:
-                sums[name] = total(out.parts[part])
+        stays, keep, weights = x, x.mask, None
         if corrects(s.correction):
             keep, weights = corrected(x, s.old_policy, s.correction)
+            is_counted = s.correction.denominator == "before_filter"
+            stays = replace(x, mask=keep, counted=x.mask if is_counted else keep)
+        out = self.loss(stays)
+        if not isinstance(out, TokenLoss):
+            raise ContractError(self, "loss", show(out), "a token_losses.TokenLoss(loss, parts)")
+        if getattr(out.loss, "shape", None) != x.mask.shape:  # else an option may broadcast it
+            want = f"the loss of each token, of shape {x.mask.shape} and not reduced"
+            raise ContractError(self, "loss", f"a loss that is {show(out.loss)}", want)
+        loss, sums = out.loss, {}
+        parts = out.parts if weights is None else self.loss(x).parts  # figures are of all tokens
+        for part, name in FIGURES.items():
+            if part in parts:
+                sums[name] = total(parts[part])
+        if weights is not None:
             loss = jnp.where(keep, weights * loss, 0.0)
             sums |= {"is/rejected": total(~keep), "is/weight": total(weights)}
             sums["is/rejected_sequences"] = touched(~keep & x.mask, x)
@@ -266,7 +276,7 @@ def touched(tokens: Bool[Array, "B K"], x: LossInputs) -> tuple[jax.Array, jax.A
 
 
 def corrects(c: CorrectionSettings) -> bool:
-    tests = c.veto or c.opsm_delta or c.max_token_age
+    tests = c.veto or c.opsm_delta or c.max_token_age or c.m2po
     return c.level != "none" or c.reject_stat != "none" or bool(tests)
 
 
@@ -283,17 +293,21 @@ def corrected(
     proximal = _gap(x, x.old_logprobs) if old_policy == "loglinear" else start
     keep, weights = x.mask, jnp.where(x.mask, 1.0, 0.0).astype(x.logprobs.dtype)
     if c.reject_stat != "none":
-        keep &= correction.passes(
+        keep = keep & correction.passes(
             start, stat=c.reject_stat, level=c.reject_level, high=c.reject_high, low=c.reject_low
         )
     if c.veto:
-        keep &= correction.passes_veto(start, threshold=c.veto)
+        keep = keep & correction.passes_veto(start, threshold=c.veto)
     if c.max_token_age and x.lag is not None:
-        keep &= x.lag <= c.max_token_age
+        keep = keep & (x.lag <= c.max_token_age)
     if c.opsm_delta:
-        keep &= correction.passes_opsm(now, x.advantages, delta=c.opsm_delta)[0]
+        keep = keep & correction.passes_opsm(now, x.advantages, delta=c.opsm_delta)[0]
     if c.level != "none":
-        weights, _ = correction.importance_weights(
+        weights, outside = correction.importance_weights(
             proximal, level=c.level, mode=c.mode, high=c.high, low=c.low
         )
+        if c.mode == "mask":
+            keep = keep & ~outside
+    if c.m2po and x.kept is not None:
+        keep = keep & (x.kept > 0)
     return keep, weights

@@ -5,11 +5,19 @@ beside the others. Values alone are checked before, by options.INTERVALS and CHO
 Must not: import jax or a plugin, know the mesh, or know an algorithm by its name (Entry says what it is like).
 """
 
-from collections.abc import Collection, Iterator
-from dataclasses import fields
+from collections.abc import Iterator
 
 from rl_jax.algorithms import ALGORITHMS, Entry
-from rl_jax.algorithms.options import KEYS, OWN_KEYS, entry_of, get, is_given, is_known, resolved
+from rl_jax.algorithms.options import (
+    KEYS,
+    OWN_KEYS,
+    entry_of,
+    get,
+    is_given,
+    is_known,
+    resolved,
+    unread,
+)
 from rl_jax.settings import AlgorithmSettings
 
 NUM_READERS = 6  # algorithms that are named where a key is not read
@@ -26,14 +34,8 @@ _REJECT_LEVELS = {
 }
 
 
-def rules(
-    given: AlgorithmSettings, group_size: int, typed: Collection[str] | None = None
-) -> Iterator[str]:
-    """What is wrong, before the settings are resolved; nothing of a plugin that is not loaded.
-
-    typed: keys that somebody chose for this algorithm; other values stand in a file for another one, which may give
-    what not every algorithm reads. None = whatever differs from a default was chosen.
-    """
+def rules(given: AlgorithmSettings, group_size: int) -> Iterator[str]:
+    """What is wrong, before the settings are resolved; nothing of a plugin that is not loaded."""
     if not is_known(given):
         return
     settings, entry = resolved(given), entry_of(given)
@@ -43,7 +45,7 @@ def rules(
             f"rollout.group_size={group_size}: {given.name} compares the episodes of one task, so 1 gives no gradient;"
             " use at least 2"
         )
-    yield from _unread(given, entry, typed)
+    yield from _unread(given, entry)
     yield from _contradictions(settings, entry)
     yield from _idle(settings)
     if entry.policy:
@@ -68,29 +70,21 @@ def _plugin(s: AlgorithmSettings, entry: Entry) -> Iterator[str]:
             )
 
 
-def _unread(given: AlgorithmSettings, entry: Entry, typed: Collection[str] | None) -> Iterator[str]:
+def _unread(given: AlgorithmSettings, entry: Entry) -> Iterator[str]:
     """A value that the algorithm would ignore."""
     plain = AlgorithmSettings()
-    for key in OWN_KEYS:
+    for key in unread(entry):
         value, default = get(given, key), get(plain, key)
-        if value == default or key in entry.defaults:
-            continue
-        if default is not None and typed is not None and f"algorithm.{key}" not in typed:
-            continue
-        readers = [name for name, other in ALGORITHMS.items() if key in other.defaults]
-        more = " and others" if len(readers) > NUM_READERS else ""
-        yield (
-            f"algorithm.{key}={value} is not read by {given.name} but by {', '.join(readers[:NUM_READERS])}{more};"
-            f" leave it out, or set it to {'none' if default is None else default}"
-        )
-    sections = ("correction", "kl", "entropy", "overlong", "filter")
-    if entry.policy:
-        sections = () if entry.reads_reward else ("overlong",)
-    for section in sections:
-        for field in fields(getattr(plain, section)):
-            key = f"{section}.{field.name}"
-            if is_given(given, key) and key not in OWN_KEYS:
-                yield f"algorithm.{key}={get(given, key)} is not read by {given.name}; leave it out"
+        if key not in OWN_KEYS:
+            if is_given(given, key):
+                yield f"algorithm.{key}={value} is not read by {given.name}; leave it out"
+        elif value != default:
+            readers = [name for name, other in ALGORITHMS.items() if key in other.defaults]
+            more = " and others" if len(readers) > NUM_READERS else ""
+            yield (
+                f"algorithm.{key}={value} is not read by {given.name} but by {', '.join(readers[:NUM_READERS])}{more};"
+                f" leave it out, or set it to {'none' if default is None else default}"
+            )
 
 
 def _contradictions(s: AlgorithmSettings, entry: Entry) -> Iterator[str]:

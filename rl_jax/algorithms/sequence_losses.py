@@ -4,7 +4,9 @@ A sequence's loss l_i is expressed per token: it stands on each of the sequence'
 seq-mean-token-mean, 1 / (S n_i), sum(weights * loss) is then the mean of l_i over the S non-empty sequences, and the
 gradient of a token is that of the sequence's formula; that aggregation is these algorithms' default. A row holds
 several sequences (segment_ids), so every reduction is over runs of slots (segments.py) and packing changes nothing.
-Log-ratios are summed first and clamped to +-20 after.
+Where a correction drops tokens they are off the mask: a mean or sum is over the tokens that stay, and on these alone it
+stands. The weights still count all, so that a mean gives each token that stays the gradient it had; for a sum `counted`
+makes up for the slots. Log-ratios are summed first and clamped to +-20 after.
 """
 
 import jax
@@ -86,7 +88,11 @@ def kimi(x: LossInputs, *, tau: float = 0.1) -> TokenLoss:
     pull = run_sum(advantages * jnp.where(x.mask, x.logprobs, 0.0), starts)
     moved = run_sum(difference(x.logprobs, x.old, x.mask), starts)
     loss = 0.5 * tau * jnp.square(moved) - pull
-    return TokenLoss(jnp.where(x.mask, loss, 0.0), {"sequence_loss": loss})
+    on_each = loss
+    if x.counted is not None:  # a sum stands on fewer slots than its weights count
+        num, num_counted = (run_sum(m.astype(loss.dtype), starts) for m in (x.mask, x.counted))
+        on_each = loss * num_counted / jnp.maximum(num, 1.0)
+    return TokenLoss(jnp.where(x.mask, on_each, 0.0), {"sequence_loss": loss})
 
 
 def vespo(

@@ -288,6 +288,7 @@ def loss_inputs(micro: DeviceBatch, logprobs: jax.Array, entropy: jax.Array) -> 
         reference_logprobs=micro.get("reference_logprobs"),
         teacher_logprobs=micro.get("teacher_logprobs"),
         lag=micro["lag"],
+        kept=micro.get("kept"),
         selected=micro.get("selected"),
         entropy_coef=micro.get("entropy_coef"),
     )

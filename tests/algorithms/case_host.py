@@ -444,8 +444,8 @@ HOST: dict[str, HostOp] = {
     "agg.microbatch": HostOp(microbatches, rows="fixed"),
     "curriculum.dump": HostOp(dump, rows="fixed"),
     "curriculum.spo": HostOp(spo, rows="fixed"),
-    "filter.difficulty": HostOp(difficulty, rows="fixed"),
-    "filter.dynamic_sampling": HostOp(dynamic_sampling, rows="fixed"),
+    "filter.difficulty": HostOp(difficulty, rows="rows"),
+    "filter.dynamic_sampling": HostOp(dynamic_sampling, rows="rows"),
     "filter.overlong": HostOp(overlong_filter),
     "loss.distill_full": HostOp(distill_full, selects=False),
     "loss.dpo": HostOp(

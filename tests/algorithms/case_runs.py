@@ -68,6 +68,18 @@ def poisoned(inputs: dict[str, Any], op: HostOp | LossOp, junk: float) -> dict[s
     return out
 
 
+def with_columns(inputs: dict[str, Any], op: HostOp | LossOp) -> dict[str, Any]:
+    """Three columns off its own mask behind each array; rows stay, as an empty one would count."""
+    return {
+        name: np.pad(
+            array,
+            [(0, 0), (0, NEW_COLUMNS)],
+            constant_values=np.asarray(0.7 if name in op.own_mask else 0).astype(array.dtype),
+        )
+        for name, array in inputs.items()
+    }
+
+
 def padded(inputs: dict[str, Any]) -> dict[str, Any]:
     """Two empty rows and three columns off the mask, with numbers in them."""
     num_rows, num_columns = inputs["mask"].shape
@@ -184,6 +196,34 @@ def join_numbers(tree: Any, numbers: Sequence[Any]) -> Any:
     return numbers[int(tree[1:])] if is_number else tree
 
 
+class Read(Mapping):
+    """Parameters, and which of them were asked for."""
+
+    def __init__(self, given: Mapping[str, Any]):
+        self._given, self._asked = given, set()
+
+    def __getitem__(self, key: str) -> Any:
+        self._asked.add(key)
+        return self._given[key]
+
+    def __iter__(self):
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def unread(self) -> tuple[str, ...]:
+        return tuple(key for key in self._given if key not in self._asked)
+
+
+UNREAD: dict[tuple[str, str], tuple[str, ...]] = {}  # of a program, once it is traced
+
+
+def check_read(name: str, unread: tuple[str, ...]) -> None:
+    if unread:
+        raise ValueError(f"{name} reads no param {', '.join(unread)}")
+
+
 @cache
 def program(name: str, words: str) -> Callable:
     """(gradient, (loss, parts)) of sum(weights * loss); the parameters' numbers are arguments, the rest is `words`."""
@@ -191,7 +231,9 @@ def program(name: str, words: str) -> Callable:
 
     def total(variable, arrays, weights, numbers):
         arrays = {**arrays, op.variable: variable}
-        out = op.loss(arrays, join_numbers(json.loads(words), numbers))
+        given = Read(join_numbers(json.loads(words), numbers))
+        out = op.loss(arrays, given)
+        UNREAD[name, words] = given.unread()
         return jnp.where(arrays["mask"], weights * out.loss, 0.0).sum(), out
 
     return jax.jit(jax.value_and_grad(total, has_aux=True), compiler_options=FAST_COMPILE)
@@ -224,6 +266,7 @@ def run_loss(
     (loss, out), grad = program(name, words)(
         variable, arrays, layout.put(layout.place(weights)), numbers
     )
+    check_read(name, UNREAD[name, words])
     off = ~np.asarray(arrays["mask"])
     assert not np.asarray(grad)[off].any(), "a masked token has a gradient"
     if not op.is_raw:
@@ -266,10 +309,15 @@ def run_case(
     num_devices: int = 1,
 ) -> Outputs:
     """Outputs in the case's rows. variant: plain | padded | permuted | a number to poison with."""
+    if "params" not in case:
+        raise ValueError(f"case {case['name']} has no params; give {{}} where there are none")
     op, params = OPS[case["op"]], case["params"]
     with jax.enable_x64(dtype == "float64"):
         inputs = arrays_of(case["inputs"], dtype)
-        if variant == "padded":
+        if variant == "padded" and op.own_mask:
+            changed = with_columns(inputs, op)
+            back = lambda array: array[:, :-NEW_COLUMNS] if np.ndim(array) > 1 else array
+        elif variant == "padded":
             changed, back = padded(inputs), without_padding(inputs["mask"].shape)
         elif variant == "permuted":
             inverse = np.argsort(order_of(num_rows_of(inputs)))
@@ -281,7 +329,12 @@ def run_case(
         if isinstance(op, LossOp):
             outputs = run_loss(case["op"], changed, params, per_row, num_devices)
         else:
-            outputs = op.run(changed, params)
+            given = Read(params)
+            outputs = op.run(changed, given)
+            check_read(case["op"], given.unread())
+        if variant == "permuted" and "kept_rows" in outputs:  # rows by their places
+            places = order_of(num_rows_of(inputs))[outputs["kept_rows"]]
+            outputs["kept_rows"] = np.sort(places)
         return own_rows(outputs, changed, back)
 
 

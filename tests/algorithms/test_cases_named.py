@@ -68,6 +68,7 @@ NAMED = {
     "loss.full_grpo": full_grpo,
     "loss.gmpo": settings_of("gmpo", RECOMPUTE, **CLIPS),
     "loss.gspo": settings_of("gspo", RECOMPUTE, **CLIPS),
+    "loss.gspo_token": settings_of("gspo_token", RECOMPUTE, **CLIPS),
     "loss.kimi_seq": settings_of("kimi", RECOMPUTE, tau="tau"),
     "loss.kl_cov": settings_of("kl_cov", RECOMPUTE, coef="cov_coef"),
     "loss.opd_pg": settings_of("opd", cap="ratio_max"),

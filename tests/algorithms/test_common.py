@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.algorithms import ALGORITHMS, options
+from rl_jax.algorithms import ALGORITHMS, Entry, options
+from rl_jax.algorithms.advantages import Scored
 from rl_jax.algorithms.algorithm import LossInputs
+from rl_jax.algorithms.policy import PolicyAlgorithm
 from rl_jax.settings import AlgorithmSettings
 from rl_jax.testing.trajectories import fake_group
 from rl_jax.types import Outcome
@@ -24,13 +26,6 @@ KNOWN_NEEDS = {
     "rewards",
     "routes",
 }
-# The gradient goes through a ratio, which is clamped; elsewhere through log p.
-THROUGH_RATIO = {"grpo", "dr_grpo", "rloo", "opo", "maxrl", "ppo", "reinforce_pp", "reinforce_pp_baseline", "gspo",
-                 "turn_ppo", "gmpo", "sapo", "decoupled_ppo", "gigpo", "turn_reinforce", "grpo_passk", "gdpo", "otb",
-                 "clip_cov"}  # fmt: skip
-SEQUENCE = {"grpo", "dr_grpo", "rloo", "opo", "maxrl", "gspo", "turn_ppo", "cispo", "aipo", "gmpo", "sapo", "dppo",
-            "kimi", "vespo", "topr", "decoupled_ppo", "dpo", "sft", "grpo_passk",
-            "gdpo", "kl_cov"}  # one advantage a sequence  # fmt: skip
 
 
 def make(name, **options):
@@ -67,7 +62,8 @@ def some_groups():
         fake_group(0, [0.0, 1.0, 1.0, 0.0], [8, 12, 9, 15]),
         fake_group(1, [0.5, 0.5, 0.5], [8, 8, 20]),
         fake_group(2, [1.0], [10]),
-        fake_group(3, [0.0, 2.0, -1.0, None], [11, 7, 30, 9]),
+        fake_group(3, [0.0, 2.0, -1.0, None, 0.3], [11, 7, 30, 9, 14]),
+        fake_group(4, [0.1, 0.7], [13, 8]),
     ]
 
 
@@ -119,7 +115,7 @@ def loss_and_gradient(algorithm, x):
 def test_table_and_class_agree(algorithm):
     entry = ALGORITHMS[algorithm.settings.name]
     assert entry.target.endswith(":" + type(algorithm).__name__)
-    for field in ("defaults", "needs", "compares", "pulls", "needs_lag", "reads_reward"):
+    for field in Entry._fields[1:]:
         said = vars(type(algorithm)).get(field)  # what a class says too, as a plugin's does
         assert said is None or said == getattr(entry, field)
     own = {"old_logprobs"} if entry.defaults.get("old_policy") == "recompute" else set()
@@ -148,14 +144,17 @@ def test_what_stands_off_the_mask_changes_nothing(algorithm):
 
 
 def test_loss_and_gradient_are_finite_at_any_ratio(algorithm):
-    for gap in (-100.0, -20.0, 20.0, 100.0):
+    found = {}
+    for gap in (-100.0, -50.0, -20.0, 20.0, 50.0, 100.0):
         x = some_inputs()
         far = x.logprobs - np.float32(gap)
         x = replace(x, behaviour_logprobs=far, old_logprobs=far)
         loss, grads, _ = loss_and_gradient(algorithm, x)
         assert np.isfinite(loss).all() and all(np.isfinite(g).all() for g in grads)
-        if abs(gap) > 20 and algorithm.settings.name in THROUGH_RATIO:
-            assert not grads[0].any()  # outside the clamp nothing may pull
+        found[gap] = grads[0]
+    if not ALGORITHMS[algorithm.settings.name].pulls:
+        for side in (-1, 1):  # outside the clamp of +-20 no ratio moves any more
+            np.testing.assert_array_equal(found[side * 100.0], found[side * 50.0])
 
 
 def test_sums_count_the_trained_tokens(algorithm):
@@ -177,6 +176,46 @@ def test_rows_do_not_speak_to_each_other(algorithm):
     np.testing.assert_array_equal(grads_moved[0], grads[0][order])
 
 
+def test_a_microbatch_knows_nothing_of_the_others(algorithm):
+    """The loss of the whole is the sum of its parts', so no count of the batch may be in it."""
+    x = some_inputs()
+    loss, grads, sums = loss_and_gradient(algorithm, x)
+    parts = [
+        LossInputs(**{n: v if v is None else v[row : row + 1] for n, v in vars(x).items()})
+        for row in range(len(x.mask))
+    ]
+    found = [loss_and_gradient(algorithm, part) for part in parts]
+    rows, slopes = (np.concatenate(a) for a in zip(*((f[0], f[1][0]) for f in found), strict=True))
+    np.testing.assert_allclose(rows, loss, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(slopes, grads[0], rtol=1e-6, atol=1e-7)
+    for name, (total, count) in sums.items():
+        assert float(count) == sum(float(f[2][name][1]) for f in found)
+        assert float(total) == pytest.approx(sum(float(f[2][name][0]) for f in found), abs=1e-5)
+
+
+def test_sequences_of_one_row_do_not_speak_to_each_other(algorithm):
+    """Two sequences side by side in one row, and each in a row of its own."""
+    x = some_inputs()
+    apart = {n: v for n, v in vars(x).items() if v is not None}
+    second = {n: np.concatenate([v[:1, 3:], np.zeros_like(v[:1, :3])], 1) for n, v in apart.items()}
+    first = {n: np.concatenate([v[:1, :3], np.zeros_like(v[:1, :3])], 1) for n, v in apart.items()}
+    apart = {
+        n: np.concatenate([first[n], second[n], np.zeros_like(v[:1])]) for n, v in apart.items()
+    }
+    packed = {
+        n: np.concatenate([v[:1], np.zeros_like(v[:2])])
+        for n, v in vars(x).items()
+        if v is not None
+    }
+    packed["segment_ids"][0, 3:] = 2
+    loss, (grads, _), sums = loss_and_gradient(algorithm, LossInputs(**apart))
+    got, (slopes, _), told = loss_and_gradient(algorithm, LossInputs(**packed))
+    for a, b in ((loss, got), (grads, slopes)):
+        np.testing.assert_allclose(b[0], np.concatenate([a[0, :3], a[1, :3]]), rtol=1e-6, atol=1e-7)
+    for name in sums:
+        np.testing.assert_allclose(told[name], sums[name], rtol=1e-5, atol=1e-6)
+
+
 def test_advantages_stand_on_the_sampled_tokens_only(algorithm):
     """Neither one to the left nor one to the right: the learner shifts, once, and nobody else."""
     groups = some_groups()
@@ -187,7 +226,7 @@ def test_advantages_stand_on_the_sampled_tokens_only(algorithm):
         assert values.dtype == np.float32 and values.shape == member.tokens.shape
         assert np.isfinite(values).all()
         assert not values[~member.loss_mask].any()
-        if algorithm.settings.name in SEQUENCE:
+        if not ALGORITHMS[algorithm.settings.name].by_token:
             assert len(set(values[member.loss_mask].tolist())) <= 1
 
 
@@ -198,20 +237,78 @@ def test_zero_advantage_pulls_nowhere(algorithm):
     assert bool(gradient.any()) == ALGORITHMS[algorithm.settings.name].pulls
 
 
-def test_order_of_groups_and_members_changes_no_pairing(algorithm):
-    """L17: each trajectory keeps its own advantage however completion ordered them."""
-    groups = some_groups()
+def by_uid(algorithm, groups):
+    values = estimates(algorithm, groups)
+    members = [t for group in groups for t in group.trajectories]
+    return {t.uid: v.tolist() for t, v in zip(members, values, strict=True)}
 
-    def by_uid(groups):
-        values = estimates(algorithm, groups)
-        members = [t for group in groups for t in group.trajectories]
-        return {t.uid: v.tolist() for t, v in zip(members, values, strict=True)}
 
-    shuffled = [replace(g, trajectories=g.trajectories[::-1]) for g in groups[::-1]]
-    want, got = by_uid(groups), by_uid(shuffled)
+def same_advantages(got, want):
     assert got.keys() == want.keys()
     for uid in want:
         np.testing.assert_allclose(got[uid], want[uid], rtol=1e-6, atol=1e-9)
+
+
+def test_order_of_groups_and_members_changes_no_pairing(algorithm):
+    """L17: each trajectory keeps its own advantage however completion ordered them."""
+    groups = some_groups()
+    want = by_uid(algorithm, groups)
+    rng = np.random.default_rng(0)
+    for _ in range(4):  # sizes differ, so no block stays at its place
+        mixed = [
+            replace(g, trajectories=tuple(g.trajectories[i] for i in rng.permutation(len(g.trajectories))))
+            for g in (groups[i] for i in rng.permutation(len(groups)))
+        ]  # fmt: skip
+        same_advantages(by_uid(algorithm, mixed), want)
+
+
+def test_members_of_a_group_need_not_stand_side_by_side(algorithm):
+    """Groups are told by their id: what an estimator sees may be in any order."""
+    if not isinstance(algorithm, PolicyAlgorithm):
+        return  # it has no estimate(), and gets whole groups
+    groups = some_groups()
+    scored, _ = algorithm._scored(groups, extras_of(groups), None)
+    order = np.random.default_rng(1).permutation(len(scored.members))
+
+    def taken(values):
+        return values[order] if isinstance(values, np.ndarray) else [values[i] for i in order]
+
+    mixed = Scored(
+        taken(scored.members), taken(scored.rewards), taken(scored.groups), taken(scored.valid), taken(scored.trained),
+        None, {name: taken(arrays) for name, arrays in scored.extras.items()},
+    )  # fmt: skip
+
+    def named(scored):
+        values = algorithm.estimate(scored)
+        return {t.uid: v.tolist() for t, v in zip(scored.members, values, strict=True)}
+
+    same_advantages(named(mixed), named(scored))
+
+
+def test_a_group_without_a_signal_has_advantage_exactly_0(algorithm):
+    """Of equal rewards, or of one: rounding over a std, or a raw reward, would train."""
+    entry = ALGORITHMS[algorithm.settings.name]
+    if not (entry.compares and entry.reads_reward):
+        return
+    flat = [
+        fake_group(0, [0.1] * 6, [8, 9, 10, 11, 12, 7]),
+        fake_group(1, [7.3], [10]),
+        fake_group(2, [-0.7] * 3, [8, 8, 20]),
+        fake_group(3, [0.3, 0.3, None], [8, 9, 10]),
+    ]
+    # A discount tells equal rewards apart by when they come.
+    plain = {"gamma": 1.0} if "gamma" in entry.defaults else {}
+    scaled = {"normalize": True} if "normalize" in entry.defaults else {}
+    for given in (plain, {**plain, **scaled}):
+        one = make(algorithm.settings.name, **given)
+        for values in estimates(one, flat):
+            assert not values.any()
+        if entry.whitens:
+            continue
+        beside = estimates(one, [fake_group(9, [0.1, 0.7, 0.3], [9, 8, 12]), *flat])
+        assert any(values.any() for values in beside[:3])
+        for values in beside[3:]:
+            assert not values.any()
 
 
 def test_failed_members_are_left_out_and_never_train(algorithm):

@@ -60,7 +60,7 @@ def test_the_page_names_the_readers_of_std_scope():
 
 def test_functions_that_no_name_has_are_named_where_the_page_says_so():
     rows = PAGE[PAGE.index("## What is not offered") : PAGE.index("## Alarms")]
-    for name in ("dppo_kl_reg", "kimi_token", "gspo_token"):
+    for name in ("dppo_kl_reg", "kimi_token"):
         assert f"`{name}`" in rows and (
             hasattr(token_losses, name) or hasattr(sequence_losses, name)
         )

@@ -48,6 +48,7 @@ CHANGES = {
     "divergence": ("kl", {"div_low": 0.01, "div_high": 0.01}),
     "div_low": (0.01, {}),
     "div_high": (0.01, {}),
+    "bootstrap": (True, {}),
     "weight_level": ("token", {}),
     "preference": ("ipo", {}),
     "beta": (0.5, {}),

@@ -11,6 +11,7 @@ from rl_jax.algorithms.token_advantages import gae, whiten
 from rl_jax.learner.batch import pack, with_advantages
 from rl_jax.settings import LearnerSettings
 from rl_jax.testing.trajectories import fake_group, fake_trajectory
+from rl_jax.types import Outcome
 from tests.algorithms.test_common import estimates, extras_of, make, some_groups
 
 
@@ -163,3 +164,18 @@ def test_dpo_has_the_gradient_of_its_pairs(kind):
         for t, row in zip(trajectories, grad):
             np.testing.assert_allclose(got[of[t.uid]], row[: len(t.tokens)], atol=1e-6)
     assert not got[4].any()
+
+
+def test_bootstrap_goes_on_from_the_last_value_where_a_limit_cut_the_episode():
+    group = fake_group(0, [1.0, 1.0], [6, 6])
+    cut = replace(group.trajectories[1], outcome=Outcome.TRUNCATED, truncated_by="length")
+    groups = [replace(group, trajectories=(group.trajectories[0], cut))]
+    extras = extras_of(groups)
+    extras["values"] = [np.where(t.loss_mask, 0.5, 0.0) for t in groups[0].trajectories]
+    num = cut.num_trained
+    for bootstrap, after in ((False, 0.0), (True, 0.9 * 0.5)):
+        ppo = make("ppo", gamma=0.9, lam=1.0, bootstrap=bootstrap)
+        whole, ended = ppo.targets(groups, extras, None)
+        discounts = 0.9 ** np.arange(num)[::-1]
+        np.testing.assert_allclose(whole[cut.loss_mask], discounts, rtol=1e-6)
+        np.testing.assert_allclose(ended[cut.loss_mask], discounts * (1.0 + after), rtol=1e-6)

@@ -178,16 +178,19 @@ def test_a_bound_that_excludes_a_ratio_of_one_is_no_idle_one():
     assert errors(name="cispo", **ONE, ratio_min=1.5) == []
 
 
-def test_what_a_file_gives_to_every_policy_algorithm_is_refused_only_where_it_was_typed():
-    """The name was typed over a file for another algorithm, as the quickstart is."""
-    sft = AlgorithmSettings(name="sft", entropy_coef=0.01)
-    assert list(rules(sft, 4, {"algorithm.name"})) == []
-    assert len(list(rules(sft, 4, {"algorithm.name", "algorithm.entropy_coef"}))) == 1
-    assert len(list(rules(sft, 4))) == 1
-    clipped = AlgorithmSettings(name="sft", clip_low=0.1)
-    assert (
-        len(list(rules(clipped, 4, {"algorithm.name"}))) == 1
-    )  # given to one, and not its default
+def test_what_a_file_gives_to_another_algorithm_is_passed_over_and_what_was_typed_is_not():
+    given = AlgorithmSettings(
+        name="sft", entropy_coef=0.01, clip_low=0.1, kl=KlSettings(coef=0.1), reward_weights={"a": 1.0}
+    )  # fmt: skip
+    assert options.passed_over(given, None) == given
+    assert options.passed_over(given, {"algorithm.name"}) == AlgorithmSettings(name="sft")
+    for key in ("entropy_coef", "clip_low", "kl.coef", "reward_weights"):
+        typed = key + (".a" if key == "reward_weights" else "")
+        left = options.passed_over(given, {"algorithm.name", f"algorithm.{typed}"})
+        (line,) = rules(left, 4)
+        assert f"algorithm.{key}=" in line and "is not read by sft" in line
+    unknown = replace(given, name="not.loaded:Yet")
+    assert options.passed_over(unknown, {"algorithm.name"}) == unknown
 
 
 def test_filters_drop_groups_by_the_task_reward_and_say_why():
@@ -451,19 +454,6 @@ def test_kl_in_the_loss_has_its_gradient_at_any_coefficient_and_pulls_a_shifted_
             logits = logits - np.asarray(run(logits)[2][1])
         gaps = logits - np.asarray(reference)
         assert np.abs(gaps - gaps.mean()).max() < 0.05
-
-
-@pytest.mark.parametrize("name", policy_algorithms())
-def test_tokens_beyond_their_age_have_no_loss_and_leave_the_others_alone(name):
-    x = some_inputs()
-    x = replace(x, lag=np.where(x.mask, np.arange(6) % 4, 0).astype(np.int32))
-    young = CorrectionSettings(max_token_age=2)
-    loss = [
-        np.asarray(make(name, entropy_coef=0.0, **o).token_loss(x)[0])
-        for o in ({}, {"correction": young})
-    ]
-    assert not loss[1][x.lag > 2].any()
-    np.testing.assert_array_equal(loss[1][x.lag <= 2], loss[0][x.lag <= 2])
 
 
 def test_corrections_of_the_whole_batch_act_through_the_advantages():
