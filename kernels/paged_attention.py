@@ -195,6 +195,5 @@ def paged_attention(
     B, H, Dh = q.shape
     K = cache[0].shape[1]
     grouped = lax.reshape(q, (B, K, H // K, Dh))
-    return combine(*attend(grouped, cache, items, scores), jnp.asarray(items.used)).reshape(
-        B, H, Dh
-    )
+    parts, logs = attend(grouped, cache, items, scores)
+    return combine(parts, logs, jnp.asarray(items.used)).reshape(B, H, Dh)

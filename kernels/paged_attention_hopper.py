@@ -134,12 +134,11 @@ class _Body:
             plgpu.copy_gmem_to_smem(q.at[sequence, head], place, asked)
 
         for i in range(max(self.stages)):
-            for stages, *what in (
-                (self.stages[0], k, keys, has_key),
-                (self.stages[1], v, values, has_value),
-            ):
-                if i < stages:
-                    pl.when(i < steps)(lambda what=what, i=i: load(*what, jnp.int32(i)))
+            early = jnp.int32(i)
+            if i < self.stages[0]:
+                pl.when(early < steps)(lambda early=early: load(k, keys, has_key, early))
+            if i < self.stages[1]:
+                pl.when(early < steps)(lambda early=early: load(v, values, has_value, early))
         plgpu.barrier_wait(asked)
 
         def step(i, carry):

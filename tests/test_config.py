@@ -577,6 +577,7 @@ def test_every_setting_has_a_rule():
         "critic.pool",  # role_source.py
         "algorithm.reward_weights",  # rules.py
         "algorithm.normalize",  # true, false or the algorithm's own
+        "algorithm.bootstrap",
     }
     keys = {
         k

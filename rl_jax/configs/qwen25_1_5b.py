@@ -50,7 +50,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.rollout.update(
         batch_groups=16, group_size=8, max_staleness=1, max_new_tokens=512, episode_timeout_s=900.0
     )
-    config.algorithm.update(name="dr_grpo", clip_high=0.28)
+    config.algorithm.name = "dr_grpo"
     config.learner.update(
         learning_rate=1e-6, row_tokens=6144, microbatch_rows=1, remat="elementwise",
         logprob_chunk=4096, warmup_steps=10,
