@@ -53,7 +53,15 @@ from rl_jax.preflight import (
 )
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
-from rl_jax.resume import PLAN, RUNS, check_template, checkpoint_steps, encode, template_of
+from rl_jax.resume import (
+    PLAN,
+    RUNS,
+    check_replay,
+    check_template,
+    checkpoint_steps,
+    encode,
+    template_of,
+)
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.buffer import SampleBuffer
 from rl_jax.rollout.curriculum import ANY, Bandit
@@ -105,6 +113,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
                 check_messages(settings, pool, renderer.tokenizer)
         elif options.mode == "train_only":
             saved_steps(settings)
+            check_replay(Path(settings.rollout.replay_dir), renderer.template_sha256)
         corpus = None
         if options.mode == "train" and learns_from_rows(settings.algorithm, settings.data):
             corpus = read_rows(settings, renderer)

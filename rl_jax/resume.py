@@ -231,6 +231,18 @@ def check_template(path: Path, sha256: str) -> None:
         )
 
 
+def check_replay(path: Path, sha256: str) -> None:
+    """Raises RunDirError if the run whose saved batches are to be trained on had another tokenizer or chat template:
+    the ids of its traces mean other text."""
+    stored = template_of(path)
+    if stored is not None and stored != sha256:
+        raise RunDirError(
+            f"rollout.replay_dir={path} was sampled with the tokenizer and chat template {stored}, and this run has"
+            f" {sha256}: its tokens would mean other text; set model.tokenizer (or model.source) and"
+            " model.tool_parser to those of that run, restore their files, or sample anew with --mode=rollout_only"
+        )
+
+
 def template_of(path: Path) -> str | None:
     """The hash of tokenizer and chat template that the run in a directory was begun with; None where there is no run,
     or one that did not write it. Raises RunDirError."""

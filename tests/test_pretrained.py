@@ -121,12 +121,20 @@ def test_ids_of_a_padded_vocabulary_are_sampled_and_trained(trained, directory):
 
 
 @pytest.mark.slow
-def test_rollout_only_then_train_only(tmp_path, directory):
+def test_rollout_only_then_train_only(tmp_path, directory, capsys):
     assert run(tmp_path / "sampled", directory, "--mode=rollout_only") == 0
     replay = {"rollout.replay_dir": tmp_path / "sampled"}
     assert run(tmp_path / "learned", directory, "--mode=train_only", **replay) == 0
     (row,) = [row for row in read_metrics(tmp_path / "learned") if "policy/loss" in row]
     assert row["mismatch/abs_max"] < 1e-4  # the weights that sampled are those that train
+    other = shutil.copytree(directory, tmp_path / "other")
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text().replace("# Tools", "# Functions"))
+    for more in ([], ["--dry_run"]):
+        assert run(tmp_path / "no", other, "--mode=train_only", *more, **replay) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "its tokens would mean other text" in line
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.slow

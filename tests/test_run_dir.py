@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from rl_jax.console import FirstOfAKind, WithCount
-from rl_jax.resume import auto_path, check_template, decide, encode
+from rl_jax.resume import auto_path, check_replay, check_template, decide, encode
 from rl_jax.run_dir import RunDir, RunDirError, check_usable
 from rl_jax.settings import EvalSettings, LearnerSettings, Settings
 
@@ -299,6 +299,21 @@ def test_encode_is_ascii_json_whatever_comes():
     assert encode({"a": "\ud835é", "b": [float("inf")], "c": (1, 2)}) == (
         '{"a": "\\ud835\\u00e9", "b": [null], "c": [1, 2]}'
     )
+
+
+def test_a_replay_is_of_its_own_chat_template_only(tmp_path):
+    path = tmp_path / "r"
+    check_replay(path, "b")  # no run: its traces alone are there
+    path.mkdir()
+    opened(path)
+    check_replay(path, "b")  # of a version that did not write it
+    (path / "plan.json").write_text('{"template_sha256": "a"}')
+    check_replay(path, "a")
+    with pytest.raises(RunDirError) as caught:
+        check_replay(path, "b")
+    told = str(caught.value)
+    assert told.startswith(f"rollout.replay_dir={path} was sampled with") and "\n" not in told
+    assert "template a, and this run has b" in told and "set model.tokenizer" in told
 
 
 def test_a_run_goes_on_with_its_own_chat_template_only(tmp_path):

@@ -20,6 +20,9 @@ from rl_jax.settings import DataSettings
 from rl_jax.types import Group
 
 BUFFERED = 2  # batches rendered ahead
+# Rows of a stream without an end, which no run reaches. grain's own endless repeat has sys.maxsize of them, and its
+# division by the size of a batch, in floats, may round above that; this is below what a float holds exactly.
+MOST_ROWS = 2**52
 
 
 class ExampleStream:
@@ -50,9 +53,10 @@ class ExampleStream:
             row = int(order(epoch)[place]) if settings.shuffle else int(place)
             return in_epoch(rows[row], epoch)
 
+        most_passes = MOST_ROWS // self._size
         places = grain.MapDataset.range(len(rows))[index::num_shards]
         batches = (
-            places.repeat(settings.epochs or None)
+            places.repeat(min(settings.epochs or most_passes, most_passes))
             .map_with_index(group)
             .batch(settings.batch_rows, batch_fn=list)
         )

@@ -27,6 +27,7 @@ from rl_jax.models.hf_files import (
     MAX_SHARD_BYTES,
     Weights,
     WeightsError,
+    cast,
     check_digests,
     copy_beside,
     some,
@@ -166,13 +167,18 @@ class Source:
     def ours(self, name: str, index: Index, dtype: Any) -> np.ndarray:
         """Params[name][index]."""
         actual = self._actual[self._places[name].name]
-        read = lambda part: self.weights.read(actual, part).astype(dtype, copy=False)
+        read = lambda part: self._read(actual, part, dtype)
         return self._places[name].incoming(self.model.abstract[name].shape, index, read)
 
     def theirs(self) -> Iterator[tuple[str, np.ndarray]]:
         """(name, tensor) of each, as it is, in the order of `specs`."""
         for place in self._places.values():
-            yield place.name, self.weights.read(self._actual[place.name])
+            yield place.name, self._read(self._actual[place.name])
+
+    def _read(self, actual: str, part: Index = (), dtype: Any = None) -> np.ndarray:
+        """A slice of a file's tensor, in a dtype (None: its own), of finite values only."""
+        array = self.weights.read(actual, part)
+        return cast(self.weights.path_of(actual), actual, array, dtype or array.dtype)
 
     def _check(self) -> dict[str, str]:
         """Plain name -> the file's, if names, shapes and dtypes are the model's."""
@@ -240,7 +246,8 @@ def check_tensors(
     told = [f"{len(names)} {fault} ({some(names)})" for fault, names in faults.items() if names]
     if told:
         raise WeightsError(
-            f"{where}: of {len(wanted)} tensors that the model has, {'; '.join(told)}; is its config of these weights?"
+            f"{where}: of {len(wanted)} tensors that the model has, {'; '.join(told)}: config.json and the weights are"
+            " of different models, or a file is missing; fetch all of one model again"
         )
 
 

@@ -18,6 +18,7 @@ from rl_jax.models.features import form_of
 from rl_jax.models.hf_keys import (
     CONFIG,
     FULL,
+    MOST_LAYERS,
     SLIDING,
     Keys,
     read_ropes,
@@ -131,7 +132,7 @@ def read(directory: Path | str) -> dict[str, Any]:
         raise ValueError(f"{path} {what}; name a directory with {CONFIG} and *.safetensors")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read: {error}; fetch it again") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds a {type(config).__name__}, not an object; fetch it again")
@@ -142,10 +143,12 @@ def settings_of(config: Mapping[str, Any], base: ModelSettings) -> ModelSettings
     """base with the architecture of a config.json. Raises: ValueError, one line, for what we cannot run."""
     family, keys = _family(config)
     _refuse(keys)
-    heads, layers = keys.count("num_attention_heads"), keys.count("num_hidden_layers")
+    heads, layers = keys.count("num_attention_heads"), keys.count("num_hidden_layers", MOST_LAYERS)
     size = keys.count("hidden_size")
     head_dim = keys.values.get("head_dim")
     head_dim = size // heads if head_dim is None else keys.count("head_dim")
+    if not head_dim:
+        raise keys.error(f"hidden_size={size} is below num_attention_heads={heads}; fetch it again")
     no_kv = keys.values.get("num_key_value_heads") is None
     scale = keys.number("query_pre_attn_scalar") ** -0.5 if family.is_gemma else 0.0
     window, full_every = read_windows(keys, family.windows, layers)
@@ -169,7 +172,7 @@ def settings_of(config: Mapping[str, Any], base: ModelSettings) -> ModelSettings
         rope=rope,
         rope_theta_local=local,
         norm_eps=keys.number("rms_norm_eps"),
-        tie_embeddings=bool(keys.values["tie_word_embeddings"]),
+        tie_embeddings=keys.flag("tie_word_embeddings"),
         window=window,
         full_every=full_every,
         attention_scale=scale,
@@ -241,7 +244,8 @@ def exported(
             )
         except ValueError:
             is_same = False
-        text = source.get("text_config") or {}
+        text = source.get("text_config")
+        text = text if isinstance(text, Mapping) else {}
         ids = {k: source.get(k, text.get(k)) for k in TOKEN_IDS if k in source or k in text}
         config = dict(source) if is_same else {**config, **ids}
     key = "dtype" if "dtype" in config else "torch_dtype"
@@ -281,14 +285,15 @@ def _family(config: Mapping[str, Any]) -> tuple[Family, Keys]:
         if not isinstance(text, Mapping):
             raise ValueError(f"{CONFIG} of a gemma3 has no text_config; fetch it again")
         given = {**text, "quantization_config": config.get("quantization_config")}
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
+        told = repr(name) if isinstance(name, str) else short(name)
         raise ValueError(
-            f"{CONFIG}: model_type {name!r} is not a family that runs here; known are {known}"
+            f"{CONFIG}: model_type {told} is not a family that runs here; known are {known}"
         )
     family = FAMILIES[name]
     given = {k: v for k, v in given.items() if k not in ("dtype", "torch_dtype")}
     keys = Keys(name, {**family.defaults, **given})
-    for head in config.get("architectures") or ():
+    for head in Keys(name, config).texts("architectures") or ():
         if "Classification" in head or "QuestionAnswering" in head:
             raise keys.error(
                 f"architectures has {head}, which has no head over the vocabulary; take a language model"
@@ -298,7 +303,7 @@ def _family(config: Mapping[str, Any]) -> tuple[Family, Keys]:
 
 def _refuse(keys: Keys) -> None:
     for key, what in REFUSED.items():
-        if keys.values.get(key):
+        if keys.mapping(key) if key.endswith("_config") else keys.flag(key):
             raise keys.error(f"{key}={short(keys.values[key])} means {what}; this decoder has none")
     if keys.name == "gemma3_text" and keys.values.get("attn_logit_softcapping"):
         raise keys.error("attn_logit_softcapping is set, which no Gemma 3 applies; remove it")
@@ -306,7 +311,7 @@ def _refuse(keys: Keys) -> None:
 
 def _activation(keys: Keys, family: Family) -> str:
     key = "hidden_activation" if family.is_gemma else "hidden_act"
-    value = keys.values.get(key) or family.defaults[key]
+    value = keys.text(key) or family.defaults[key]
     if value not in ACTIVATIONS:
         raise keys.error(f"{key}={short(value)} is not one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[value]

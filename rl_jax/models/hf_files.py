@@ -28,7 +28,10 @@ from rl_jax.disk import naming
 INDEX, SINGLE, SUMS = "model.safetensors.index.json", "model.safetensors", "SHA256SUMS"
 MAX_SHARD_BYTES = 2 << 30  # what a writer holds at once
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
-FIRST = 3  # names that an error lists
+FIRST = 20  # names that an error lists; it counts the others
+# dtype -> the bits of its exponent, which are all set in what is not finite
+EXPONENTS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
+CHECKED = 1 << 20  # values of a tensor, compared at a time
 
 # What goes with weights and is text, copied byte for byte where there is one.
 BESIDE = (
@@ -76,6 +79,10 @@ class Weights:
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{self.directory / self._file[name]}: {name}: {error}") from error
 
+    def path_of(self, name: str) -> Path:
+        """The file that a tensor is in."""
+        return self.directory / self._file[name]
+
     def close(self) -> None:
         for reader in self._open.values():
             reader.__exit__(None, None, None)
@@ -118,7 +125,36 @@ class Weights:
         if odd:
             raise WeightsError(
                 f"{self.directory / INDEX} lists {len(odd)} tensors that are not in their file, first {odd[0]} in"
-                f" {listed[odd[0]]}; fetch both again"
+                f" {listed[odd[0]]} ({some(odd)}); fetch both again"
+            )
+
+
+def cast(where: Path | str, name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+    """The array in a dtype, all of it finite, before and after. Raises: WeightsError."""
+    check_finite(where, name, array)
+    with np.errstate(over="ignore"):
+        found = array.astype(dtype, copy=False)
+    if found.dtype != array.dtype and found.itemsize <= array.itemsize:
+        check_finite(f"{where}, in {found.dtype.name}", name, found)
+    return found
+
+
+def check_finite(where: Path | str, name: str, array: np.ndarray) -> None:
+    """Raises: WeightsError if a value is NaN or infinite."""
+    exponent = EXPONENTS.get(array.dtype.name)
+    if exponent is None:
+        return
+    bits = np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
+    exponent = bits.dtype.type(exponent)
+    for start in range(0, len(bits), CHECKED):
+        is_odd = bits[start : start + CHECKED] & exponent == exponent
+        if is_odd.any():
+            at = start + int(is_odd.argmax())
+            index = [int(i) for i in np.unravel_index(at, array.shape)]
+            value = float(array.reshape(-1)[at])
+            raise WeightsError(
+                f"{where}: {name} has {value} at {index}, where weights must be finite numbers of"
+                f" {array.dtype.name}: fetch or convert the file again, or take a checkpoint from before"
             )
 
 
@@ -133,7 +169,8 @@ def weight_files(directory: Path) -> list[str]:
         why = (
             f" but {others[0]}, a pickle, which is not read; save it as safetensors"
             if others
-            else ""
+            else "; fetch its *.safetensors (and the index, of shards), or make the directory of a GGUF file or of a"
+            " run with python -m rl_jax.tools.convert SRC DIR"
         )
         raise WeightsError(f"{directory} has no {SINGLE} and no {INDEX}{why}")
     missing = [name for name in names if not (directory / name).is_file()]
@@ -299,6 +336,7 @@ def _sha256(path: Path) -> str:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first few names."""
+    """The first names, and how many others there are."""
     names = list(names)
-    return ", ".join(names[:FIRST]) + (", ..." if len(names) > FIRST else "")
+    more = f" and {len(names) - FIRST} more" if len(names) > FIRST else ""
+    return ", ".join(names[:FIRST]) + more

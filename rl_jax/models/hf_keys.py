@@ -5,6 +5,7 @@ Must not: know which families there are (hf_config.py), or import jax.
 """
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from rl_jax.settings import RopeSettings
 
 CONFIG = "config.json"
 FULL, SLIDING = "full_attention", "sliding_attention"
+MOST = 2**31 - 1  # of a size: what an index of 32 bits reaches
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,19 @@ class Keys:
     def error(self, text: str) -> ValueError:
         return ValueError(f"{CONFIG} of a {self.name}: {text}")
 
-    def count(self, key: str) -> int:
-        """A whole number above 0. Raises: ValueError."""
-        value = self.values.get(key)
-        if value is None:
-            raise self.error(f"{key} is missing; fetch the file again")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"{key}={short(value)} must be a whole number above 0")
-        return value
+    def count(self, key: str, most: int = MOST, least: int = 1) -> int:
+        """A whole number. Raises: ValueError."""
+        return self.whole(key, self.values.get(key), most, least)
+
+    def whole(self, key: str, value: Any, most: int = MOST, least: int = 1) -> int:
+        """The value, which stands under `key`, if it is a whole number from `least` to `most`. Raises: ValueError."""
+        self._there(key, value)
+        if not _is_number(value) or value != int(value) or not least <= value <= most:
+            above = "above 0" if least == 1 else f"from {least}"
+            raise self.error(
+                f"{key}={short(value)} must be a whole number {above}, at most {most}; fetch the file again"
+            )
+        return int(value)
 
     def number(self, key: str) -> float:
         """A number above 0. Raises: ValueError."""
@@ -43,12 +51,55 @@ class Keys:
         return 0.0 if self.values.get(key) is None else self.number(key)
 
     def positive(self, key: str, value: Any) -> float:
-        """The value, which stands under `key`, if it is a number above 0. Raises: ValueError."""
+        """The value, which stands under `key`, if it is a finite number above 0. Raises: ValueError."""
+        self._there(key, value)
+        if not _is_number(value) or not value > 0:
+            raise self.error(
+                f"{key}={short(value)} must be a finite number above 0; fetch the file again"
+            )
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """true, or false, which null and an absent key are too. Raises: ValueError."""
+        value = self.values.get(key)
+        if not isinstance(value, bool | None):
+            raise self.error(f"{key}={short(value)} must be true or false; fetch the file again")
+        return bool(value)
+
+    def text(self, key: str) -> str | None:
+        """A text; None where there is none. Raises: ValueError."""
+        value = self.values.get(key)
+        if not isinstance(value, str | None):
+            raise self.error(f"{key}={short(value)} must be a text; fetch the file again")
+        return value
+
+    def texts(self, key: str) -> list[str] | None:
+        """A list of texts; None where there is none. Raises: ValueError."""
+        value = self.values.get(key)
+        is_list = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        if value is not None and not is_list:
+            raise self.error(f"{key}={short(value)} must be a list of texts; fetch the file again")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """An object; an empty one where there is none. Raises: ValueError."""
+        return self.object(key, self.values.get(key))
+
+    def object(self, key: str, value: Any) -> Mapping[str, Any]:
+        """The value, which stands under `key`, if it is an object or null. Raises: ValueError."""
+        if not isinstance(value, Mapping | None):
+            raise self.error(f"{key}={short(value)} must be an object; fetch the file again")
+        return value or {}
+
+    def _there(self, key: str, value: Any) -> None:
         if value is None:
             raise self.error(f"{key} is missing; fetch the file again")
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise self.error(f"{key}={short(value)} must be a number above 0")
-        return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float holds, and finite."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def short(value: Any) -> str:
@@ -82,12 +133,12 @@ def _types(keys: Keys, kind: str, num_layers: int) -> Sequence[str]:
     if kind == "none":
         return [FULL] * num_layers
     if kind == "all":
-        if len(set(values.get("layer_types") or ())) > 1:
+        if len(set(keys.texts("layer_types") or ())) > 1:
             raise keys.error("layer_types differ, which this family does not apply; remove them")
         return [SLIDING if has_window else FULL] * num_layers
     if kind == "from":
-        has_window = has_window and bool(values.get("use_sliding_window"))
-    types = values.get("layer_types")
+        has_window = has_window and keys.flag("use_sliding_window")
+    types = keys.texts("layer_types")
     if types is not None:
         if len(types) != num_layers or set(types) - {FULL, SLIDING}:
             raise keys.error(
@@ -101,7 +152,7 @@ def _types(keys: Keys, kind: str, num_layers: int) -> Sequence[str]:
     if not has_window:
         return [FULL] * num_layers
     if kind == "from":
-        first = values.get("max_window_layers", 28)
+        first = keys.count("max_window_layers", least=0) if "max_window_layers" in values else 28
         return [SLIDING if n >= first else FULL for n in range(num_layers)]
     every = keys.count("sliding_window_pattern")
     return [SLIDING if n % every else FULL for n in range(1, num_layers + 1)]
@@ -112,10 +163,8 @@ def _types(keys: Keys, kind: str, num_layers: int) -> Sequence[str]:
 
 def read_ropes(keys: Keys, has_window: bool) -> tuple[float, RopeSettings, float]:
     """(rope_theta, rope, rope_theta_local) of ModelSettings."""
-    given = keys.values.get("rope_parameters") or keys.values.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise keys.error(f"rope_parameters={short(given)} must be an object")
-    by_type = {t: given[t] for t in (FULL, SLIDING) if isinstance(given.get(t), Mapping)}
+    where, given = _given(keys)
+    by_type = {t: keys.object(f"{where}.{t}", given[t]) for t in (FULL, SLIDING) if given.get(t)}
     full = by_type.get(FULL, {}) if by_type else given
     theta, rope = _rope(keys, full, keys.values.get("rope_theta"))
     if not has_window:
@@ -136,18 +185,26 @@ def read_ropes(keys: Keys, has_window: bool) -> tuple[float, RopeSettings, float
     return theta, rope, 0.0
 
 
+def _given(keys: Keys) -> tuple[str, Mapping[str, Any]]:
+    """(key, value) of what says how rope is stretched."""
+    new, old = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
+    return ("rope_parameters", new) if new else ("rope_scaling", old)
+
+
 def _rope(keys: Keys, given: Mapping[str, Any], theta: Any) -> tuple[float, RopeSettings]:
     """One rope: its base, and its scaling."""
-    where = "rope_parameters" if keys.values.get("rope_parameters") else "rope_scaling"
+    where, _ = _given(keys)
     base = keys.positive("rope_theta", given.get("rope_theta", theta))
     partial = given.get("partial_rotary_factor", keys.values.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    if partial is not None and keys.positive("partial_rotary_factor", partial) != 1:
         raise keys.error(f"partial_rotary_factor={partial}: rope turns whole heads here")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind in ("default", None):
         return base, RopeSettings()
     if kind not in ("linear", "llama3", "yarn"):
-        raise keys.error(f"{where} of type {kind!r} is not known; default, linear, llama3 and yarn are")  # fmt: skip
+        raise keys.error(
+            f"{where} of type {repr(kind)[:60]} is not known; default, linear, llama3 and yarn are"
+        )
 
     def value(key: str, default: float | None = None) -> float:
         found = given.get(key)
@@ -159,7 +216,7 @@ def _rope(keys: Keys, given: Mapping[str, Any], theta: Any) -> tuple[float, Rope
     trained = top if top is not None else given.get("original_max_position_embeddings")
     if trained is None:
         trained = keys.values.get("max_position_embeddings")
-    original = int(keys.positive(f"{where}.original_max_position_embeddings", trained))
+    original = keys.whole(f"{where}.original_max_position_embeddings", trained)
     if kind == "llama3":
         return base, RopeSettings(
             scaling=kind,
@@ -170,15 +227,22 @@ def _rope(keys: Keys, given: Mapping[str, Any], theta: Any) -> tuple[float, Rope
         )
     for key, plain in (("mscale", None), ("mscale_all_dim", None), ("truncate", True)):
         if given.get(key, plain) not in (plain, None):
-            raise keys.error(f"{where}.{key}={given[key]} of yarn is not known here")
+            raise keys.error(f"{where}.{key}={short(given[key])} of yarn is not known here")
     stretch = keys.count("max_position_embeddings") / original
+    factor = value("factor", stretch)
+    if factor * original > MOST:
+        raise keys.error(
+            f"{where}.factor={factor} times {original} positions is above {MOST}; fetch the file again"
+        )
     return base, RopeSettings(
         scaling=kind,
-        factor=value("factor", stretch),
+        factor=factor,
         original_context=original,
         beta_fast=value("beta_fast", 32.0),
         beta_slow=value("beta_slow", 1.0),
-        attention_factor=float(given.get("attention_factor") or 0.0),
+        attention_factor=0.0
+        if given.get("attention_factor") is None
+        else value("attention_factor"),
     )
 
 

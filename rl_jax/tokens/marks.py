@@ -15,9 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from rl_jax.tokens.tokenizer import encodable
 
 PRIVATE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FF00))
-# Characters of their own for the conversations by which a template is found out: no content, no template has them.
-PROBES = tuple(chr(code) for code in range(0x10FF00, 0x10FF40))
 PRIVATE_CLASS = "\U000f0000-\U0010fffd"
+
+
+class Probe(str):
+    """What a renderer itself puts into a conversation by which it finds out a template; it stays as it is.
+
+    Known by its type: a content may well have the same character, and that becomes another one.
+    """
+
+
+# One character each: no template can take a part of it, none has it, and no content becomes it.
+PROBES = tuple(Probe(chr(code)) for code in range(0x10FF00, 0x10FF40))
+
 # White space that strip() takes away and no template writes.
 _SPACES = tuple(
     chr(c) for c in range(0x3001) if chr(c).isspace() and chr(c) not in " \t\n\r\x0b\x0c"

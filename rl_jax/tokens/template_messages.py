@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_jax.tokens.marks import PROBES, Marks
+from rl_jax.tokens.marks import PROBES, Marks, Probe
 from rl_jax.tokens.tokenizer import encodable
 from rl_jax.types import Message, ToolCall
 
 FIRST_SAID = -2  # owner of the assistant's first message; -3 of the second
-USER, SAID, TOOL = PROBES[:3]  # one character each: no template can take a part of it
+USER, SAID, TOOL = PROBES[:3]
 
 # Words of a tool's schema that a template may look for; every other text in it is content.
 SCHEMA_WORDS = frozenset(
@@ -46,8 +46,8 @@ def as_dict(
     is_own = message.role == "assistant"
 
     def mark(text: str) -> str:
-        if text in PROBES:
-            return text
+        if isinstance(text, Probe):
+            return str(text)
         if marks is None:
             return encodable(text)
         looked_for = keep if is_own and keep is not None and keep.search(text) else None
@@ -87,8 +87,8 @@ def _tree(value: Any, mark: Any) -> Any:
 
 def schema(tool: Mapping[str, Any], marks: Marks | None) -> Any:
     def mark(text: str) -> str:
-        if text in SCHEMA_WORDS or text in PROBES:
-            return text
+        if text in SCHEMA_WORDS or isinstance(text, Probe):
+            return str(text)
         return encodable(text) if marks is None else marks.mark(text)
 
     return _tree(tool, mark)
@@ -99,9 +99,11 @@ def check_complete(text: str, marks: Marks, messages: Sequence[Message], where: 
     escapes = marks.escapes()
     for message, owner in zip(messages, owners(messages)):
         said = [call.name for call in message.tool_calls]
-        said += [message.content.strip()] if message.role != "assistant" else []
+        if message.role != "assistant":
+            is_probe = isinstance(message.content, Probe)  # strip() would make a plain text of it
+            said.append(message.content if is_probe else message.content.strip())
         for words in said:
-            marked = words if words in PROBES else marks.mark(words, owner)
+            marked = str(words) if isinstance(words, Probe) else marks.mark(words, owner)
             if marked not in text and marked.translate(escapes) not in text:
                 raise ValueError(
                     f"{where} leaves out what a message of the role {message.role} says: {words[:80]!r}"

@@ -27,6 +27,7 @@ from rl_jax.models.hf_config import CONFIG
 from rl_jax.models.hf_files import (
     SUMS,
     WeightsError,
+    cast,
     check_digests,
     num_bytes,
     weight_files,
@@ -122,7 +123,7 @@ def _write(origin: Origin, specs: Specs, directory: Path, max_shard_bytes: int) 
 
 def _cast(origin: Origin, specs: Specs) -> Iterator[tuple[str, np.ndarray]]:
     for name, array in origin.tensors():
-        yield name, array.astype(specs[name][0], copy=False)
+        yield name, cast(origin.path, name, array, specs[name][0])
 
 
 def _digest(array: np.ndarray) -> str:

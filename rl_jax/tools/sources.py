@@ -31,6 +31,7 @@ FAMILY = "decoder"  # of MODELS; a plugin's weights have other names
 
 @dataclass(frozen=True)
 class Origin:
+    path: Path
     what: str  # for a person
     model: Model
     specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]]  # by Hugging Face names: dtype and shape
@@ -72,6 +73,7 @@ def _from_directory(path: Path) -> Origin:
             yield from source.theirs()
 
     return Origin(
+        path=path,
         what=f"Hugging Face directory of a {config['model_type']}",
         model=model,
         specs=specs,
@@ -102,6 +104,7 @@ def _from_gguf(path: Path) -> Origin:
 
     licence = file.metadata("general.license", "not stated")
     return Origin(
+        path=path,
         what=f"GGUF file of arch {file.arch}, {file.metadata('general.name', 'unnamed')}, licence {licence}",
         model=model,
         specs=hf.specs(model, np.float32),
@@ -149,6 +152,7 @@ def _from_run(path: Path, files_from: Path | None) -> Origin:
     }
     params = reader.restore(step, {"params": abstract}, subset=True)[0]["params"]
     return Origin(
+        path=path,
         what=f"step {step} of run {settings.run_id}",
         model=model,
         specs=hf.specs(model, dtype),

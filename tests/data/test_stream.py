@@ -12,8 +12,9 @@ from rl_jax.testing.trajectories import fake_group
 ROWS = [fake_group(i, [None], [8]) for i in range(10)]
 
 
-def stream(seed=0, shard=(0, 1), digest="d", **settings):
-    return ExampleStream(ROWS, digest, DataSettings(batch_rows=4, **settings), seed, shard)
+def stream(seed=0, shard=(0, 1), digest="d", num_rows=len(ROWS), **settings):
+    settings = DataSettings(**{"batch_rows": 4, **settings})
+    return ExampleStream(ROWS[:num_rows], digest, settings, seed, shard)
 
 
 def take(source, num):
@@ -43,6 +44,21 @@ def test_restored_stream_gives_the_batches_that_would_have_come():
     assert second.epoch == first.epoch
     assert take(first, 4) == take(second, 4)
     assert first.state() == second.state()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 10])
+@pytest.mark.parametrize("batch_rows", [1, 2, 3, 10, 64])
+@pytest.mark.parametrize("epochs", [0, 10**18])
+def test_batches_of_any_size_have_no_end_and_go_on_after_a_restart(num_rows, batch_rows, epochs):
+    kind = {"num_rows": num_rows, "batch_rows": batch_rows, "epochs": epochs}
+    first, second = stream(**kind), stream(**kind)
+    num = 2 * num_rows // batch_rows + 2
+    passes = flat(take(first, num))
+    assert len(passes) == num * batch_rows
+    for start in range(0, len(passes) - num_rows, num_rows):
+        assert sorted(passes[start : start + num_rows]) == list(range(num_rows))
+    second.restore(json.loads(json.dumps(first.state())))
+    assert take(first, 3) == take(second, 3)
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"digest": "e"}, {"shuffle": False}])

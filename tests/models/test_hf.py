@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -264,6 +265,35 @@ def test_weights_that_do_not_fit_are_listed_in_one_line(copy, change, text):
     assert str(copy) in str(error.value)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_named(copy, tied, dtype, value):
+    place = (31, 2)
+    for name in (EMBED, Q):
+        array = np.array(tensors_of(tied[0])[name].astype(np.float32))
+        array[place] = value
+        rewrite(copy, partial(changed, name=name, value=array.astype(dtype)))
+        with pytest.raises(WeightsError) as error:
+            load(copy)
+        told = f"{copy / SINGLE}: {name} has {value} at [31, 2], where weights must be finite"
+        assert str(error.value).startswith(told)
+        shutil.copyfile(tied[0] / SINGLE, copy / SINGLE)
+    rewrite(copy, lambda t: changed(t, Q, np.full((32, 32), 1e5, np.float32)))
+    load(copy)
+    with pytest.raises(WeightsError, match="in float16: .* has inf at"):
+        load(copy, jnp.float16)
+
+
+def test_many_names_are_listed_and_the_rest_is_counted(copy):
+    extra = {f"extra.{i:02d}": np.zeros(1, np.float32) for i in range(23)}
+    rewrite(copy, lambda t: t.update(extra))
+    with pytest.raises(WeightsError) as error:
+        load(copy)
+    listed = ", ".join(sorted(extra)[:20])
+    assert f"23 unexpected ({listed} and 3 more)" in str(error.value)
+    assert str(error.value).endswith("fetch all of one model again")
+
+
 def cut(directory):
     data = (directory / SINGLE).read_bytes()
     (directory / SINGLE).write_bytes(data[:-10])
@@ -281,7 +311,7 @@ BROKEN = [
     (cut, "model.safetensors cannot be read"),
     (lambda d: (d / SINGLE).write_bytes(b""), "it is cut short or no safetensors file; fetch it again"),
     (to_pickle, "but pytorch_model.bin, a pickle, which is not read; save it as safetensors"),
-    (lambda d: (d / SINGLE).unlink(), "has no model.safetensors and no model.safetensors.index.json"),
+    (lambda d: (d / SINGLE).unlink(), "no model.safetensors.index.json; fetch its *.safetensors"),
     (lambda d: index(d, {"weight_map": {"a": "x.safetensors"}}), "lacks 1 of 1 shards: x.safetensors; fetch them"),
     (lambda d: index(d, {"weight_map": {"a": SINGLE}}), "lists 1 tensors that are not in their file, first a in"),
     (lambda d: index(d, {"weight_map": {"a": "../x.safetensors"}}), "no weight_map from tensors to files beside it"),

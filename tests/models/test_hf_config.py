@@ -1,11 +1,13 @@
 """config.json <-> ModelSettings: the families as their makers publish them, and everything refused by name."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
-from rl_jax.models.hf_config import config_of, exported, layer_types, read, settings_of
+from rl_jax.models.hf_config import FAMILIES, config_of, exported, layer_types, read, settings_of
+from rl_jax.models.hf_config import REFUSED as REFUSED_KEYS
 from rl_jax.settings import ModelSettings, RopeSettings
 
 BASE = ModelSettings(dtype="bfloat16", tokenizer="somewhere", source="somewhere")
@@ -220,6 +222,103 @@ REFUSED = [
 def test_what_cannot_run_is_refused_in_one_line(config, text):
     with pytest.raises(ValueError) as error:
         settings_of(config, BASE)
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+# Every key that is read, of every family, with what may stand below it.
+ROPE = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 256},
+    "yarn": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256, "beta_fast": 32.0,
+             "beta_slow": 1.0, "attention_factor": 1.0, "mscale": None, "mscale_all_dim": None, "truncate": True},
+}  # fmt: skip
+BY_TYPE = {"full_attention": {**ROPE["linear"], "rope_theta": 1e6},
+           "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+ALL_KEYS = {
+    **SMALL, "head_dim": 16, "architectures": ["AnyForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "rope_theta": 1e4, "sliding_window": 8,
+    "use_sliding_window": True, "max_window_layers": 0, "sliding_window_pattern": 2, "rope_local_base_freq": 1e4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "query_pre_attn_scalar": 16,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": None, **dict.fromkeys(REFUSED_KEYS),
+}  # fmt: skip
+BASES = [
+    {"model_type": name, **ALL_KEYS, **more}
+    for name in FAMILIES
+    for more in ({"layer_types": None}, {"rope_scaling": ROPE["yarn"]}, {"rope_scaling": ROPE["llama3"]},
+                 {"rope_parameters": ROPE["linear"]}, {"rope_parameters": BY_TYPE})
+]  # fmt: skip
+ODD = [None, True, False, 0, 1, -1, 2, 0.5, 10**400, float("inf"), float("-inf"), float("nan"), 1e308, 5e-324, "", "x",
+       "false", "silu", "1", [], [None], [1], ["full_attention"], [["full_attention"]], {}, {"a": 1},
+       {"full_attention": 5}, {"rope_type": ["yarn"]}, {"x\ny": "a\nb" * 99}]  # fmt: skip
+
+
+def places(value, at=()):
+    """The way to every value of a config, and into what lies below it."""
+    if at:
+        yield at
+    for key in value if isinstance(value, dict) else ():
+        yield from places(value[key], (*at, key))
+
+
+def with_value(config, at, value):
+    first, *rest = at
+    below = with_value(config.get(first), rest, value) if rest else value
+    return {**config, first: below}
+
+
+def check_one_line_or_sound(config):
+    try:
+        found = settings_of(json.loads(json.dumps(config)), BASE)
+    except ValueError as error:
+        assert (
+            str(error).startswith("config.json")
+            and "\n" not in str(error)
+            and len(str(error)) < 400
+        )
+        return False
+    sizes = [found.vocab_size, found.num_layers, found.embed_size, found.num_heads, found.num_kv_heads,
+             found.head_dim, found.mlp_size]  # fmt: skip
+    assert all(isinstance(n, int) and 0 < n < 2**31 for n in sizes)
+    assert 0 <= found.max_context < 2**31 and isinstance(found.tie_embeddings, bool)
+    numbers = [found.rope_theta, found.rope_theta_local, found.norm_eps, found.attention_scale, found.logit_softcap,
+               found.rope.factor, found.rope.attention_factor]  # fmt: skip
+    assert all(isinstance(n, float) and math.isfinite(n) for n in numbers)
+    return True
+
+
+def test_any_json_in_any_key_is_a_sound_model_or_one_line():
+    num_sound = num_refused = 0
+    for base in BASES:
+        for at in places(base):
+            for value in ODD:
+                is_sound = check_one_line_or_sound(with_value(base, at, value))
+                num_sound, num_refused = num_sound + is_sound, num_refused + (not is_sound)
+    assert num_sound > 100 and num_refused > 1000
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"model_type": ["qwen3"]}, 'config.json: model_type ["qwen3"] is not a family'),
+        ({"layer_types": 5}, "layer_types=5 must be a list of texts"),
+        ({"layer_types": [["full_attention"]]}, 'layer_types=[["full_attention"]] must be a list of texts'),
+        ({"architectures": [None]}, "architectures=[null] must be a list of texts"),
+        ({"architectures": "Qwen"}, 'architectures="Qwen" must be a list of texts'),
+        ({"hidden_act": ["silu"]}, 'hidden_act=["silu"] must be a text'),
+        ({"rope_theta": float("inf")}, "rope_theta=Infinity must be a finite number above 0"),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings="false" must be true or false'),
+        ({"attention_bias": "false"}, 'attention_bias="false" must be true or false'),
+        ({"rope_scaling": {**ROPE["yarn"], "attention_factor": "x"}}, 'rope_scaling.attention_factor="x" must be'),
+        ({"rope_parameters": "x"}, 'rope_parameters="x" must be an object'),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be a whole number above 0, at most 10000"),
+        ({"hidden_size": 2, "head_dim": None}, "hidden_size=2 is below num_attention_heads=4"),
+    ],
+)  # fmt: skip
+def test_wrong_types_are_named_with_their_value(changes, text):
+    with pytest.raises(ValueError) as error:
+        settings_of({**QWEN2, "head_dim": 16, **changes}, BASE)
     assert text in str(error.value) and "\n" not in str(error.value)
 
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Library
 
 from rl_jax.launch import resolve
 from rl_jax.tokens.load import load_tokenizer, make_renderer
+from rl_jax.tokens.marks import PROBES
 from rl_jax.types import Message, ToolCall
 from tests.tokens.families import (
     CHATML,
@@ -204,7 +205,7 @@ def hostile_strings(num):
         "{%",
     ]
     pieces = [*names, " ", "\n", "\t", '"', "\\", "assistant", "system", "\u00a0", "\U000f0000", "\U0010ff00",
-              "\ud835", "é", "x", "", "\x1c", "\u3000"]  # fmt: skip
+              "\ud835", "é", "x", "", "\x1c", "\u3000", *map(str, PROBES)]  # fmt: skip
     out = list(names)
     while len(out) < num:
         pieces_of = [rng.choice(pieces) for _ in range(rng.randint(1, 6))]
@@ -248,6 +249,35 @@ def test_hostile_content_is_said_as_it_is(name):
             said = said.replace("▁", "_")  # their own letter for a blank
         text = renderer.tokenizer.decode(renderer.first([Message("user", f"a{said}z")]))
         assert f"a{said}z".encode("utf-16", "surrogatepass").decode("utf-16", "replace") in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dress", ["{}", "{}\n", " {}", "{0}{0}", "a{}"])
+def test_probe_characters_in_content_are_content(name, dress):
+    """Whoever says them: what stands round them, and round any other text, is the same."""
+    renderer = renderer_of(name)
+    control = set(renderer.tokenizer.control.values())
+    frame = lambda ids: [t for t in ids.tolist() if t in control]
+
+    def said(text):
+        call = ToolCall("calc", {"x": text}, "abcdefghi")
+        talk = [Message("system", text), Message("user", text), Message("assistant", text)]
+        yield renderer.first(talk[:2], [CALC])
+        yield renderer.first([*talk[1:], Message("user", text)])
+        yield renderer.next([Message("user", text)], closed=True)
+        yield renderer.next([Message("user", text)], closed=False)
+        yield renderer.next([Message("tool", text)] * 2, closed=True, calls=[call, call])
+        yield renderer.next([Message("tool", text)], closed=False)
+        seen = np.concatenate([renderer.first(talk[1:2]), renderer.said(talk[2])])
+        again = renderer.rewritten(talk[1:], [renderer.said(talk[2])], seen)
+        yield seen if again is None else again
+
+    plain_frames = [frame(ids) for ids in said(dress.format("Q"))]
+    for probe in map(str, PROBES if dress == "{}" else PROBES[:4]):
+        found = list(said(dress.format(probe)))
+        assert [frame(ids) for ids in found] == plain_frames, probe
+        for ids in found:
+            assert probe in renderer.tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("name", NAMES)

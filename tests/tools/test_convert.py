@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from rl_jax import schema
@@ -150,7 +150,13 @@ def test_bad_words_are_told_in_one_line(source, tmp_path, capsys, monkeypatch):
     wide = tmp_path / "wide"
     shutil.copytree(source, wide)
     (wide / "config.json").write_text(json.dumps({**config, "vocab_size": VOCAB + 8}))
+    odd = tmp_path / "odd"
+    shutil.copytree(source, odd)
+    tensors = load_file(odd / SINGLE)
+    tensors["model.norm.weight"][3] = np.nan
+    save_file(tensors, odd / SINGLE)
     for src, dst, code, text in (
+        (odd, tmp_path / "out", 3, f"{odd / SINGLE}: model.norm.weight has nan at [3], where weights must be finite"),
         (source, full, 2, "is not empty; name a new directory"),
         (tmp_path / "none", tmp_path / "out", 2, "does not exist; name a Hugging Face directory, a GGUF file or"),
         (unknown, tmp_path / "out", 2, "model_type 'mamba' is not a family that runs here"),
