@@ -161,7 +161,7 @@ class HfTokenizer:
             for token in value if isinstance(value, list) else [value]:
                 if token is None:
                     continue
-                if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                if type(token) is not int or not 0 <= token < self.vocab_size:
                     raise ValueError(
                         f"{self.directory}/{name} has eos_token_id={token}, outside the vocabulary"
                         f" 0..{self.vocab_size - 1} of {FILE}: they are of different models; copy both from one"

@@ -48,6 +48,9 @@ from rl_jax.tokens.tokenizer import encodable
 from rl_jax.tokens.tool_calls import ToolParser, read_action
 from rl_jax.types import Action, Message, ToolCall
 
+# What ends a turn in the families' templates and is a token of each, never text.
+MARKUP = re.compile(r"<[|｜][^\s<>]*?[|｜]>|</?[a-z]+_of_[a-z]+>")
+
 
 @dataclass(frozen=True)
 class Rendering:
@@ -317,11 +320,23 @@ class TemplateRenderer:
         return rest if rest.strip() else ""
 
     def _find_end(self) -> str | None:
-        """The control token that closes what the assistant said; None if the template writes none."""
+        """The control token that closes what the assistant said; None if the template writes none.
+
+        Raises ValueError for one that only another model's tokenizer has.
+        """
         whole = self._probe([Message("user", USER), Message("assistant", SAID)], prompt=False)
         if USER not in whole or SAID not in whole:
             raise ValueError(f"{self._where} does not say what a user and an assistant say")
         pieces = self.tokenizer.control_pieces(whole.rpartition(SAID)[2])
+        ending = pieces[0] if pieces and isinstance(pieces[0], str) else ""
+        if MARKUP.search(ending):  # headers may be text (Zephyr's are), the end of a turn may not
+            unknown = [
+                t for t in dict.fromkeys(MARKUP.findall(whole)) if t not in self.tokenizer.control
+            ]
+            raise ValueError(
+                f"{self._where} writes {', '.join(unknown)}, which the tokenizer beside it has as no token: they are"
+                " of different models; copy both from one"
+            )
         names = {token: text for text, token in self.tokenizer.control.items()}
         return next((names[piece] for piece in pieces if isinstance(piece, int)), None)
 

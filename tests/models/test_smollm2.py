@@ -15,10 +15,13 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from tokenizers import Tokenizer
 
+from rl_jax.launch import resolve
 from rl_jax.learner.attention import plain_attention
 from rl_jax.models import hf, hf_config
 from rl_jax.models.decoder import build_model
 from rl_jax.settings import ModelSettings
+from rl_jax.tokens.load import load_tokenizer, make_renderer
+from rl_jax.types import Message
 from tests.data.make_smollm2_logits import NUM_NEW, PROMPT, TEXT
 from tests.models.numpy_reader import NumpyModel
 
@@ -49,9 +52,9 @@ def loaded():
 
 @pytest.fixture(scope="module")
 def forward(loaded):
-    """tokens [T] -> logits [T, V], T at most the prompt and its continuation: one program."""
+    """tokens [T] -> logits [T, V], T at most 64: one program."""
     model, params = loaded
-    length = len(FIXTURE["tokens"]) + NUM_NEW
+    length = 64
     positions, segments = jnp.arange(length)[None], jnp.ones((1, length), jnp.int32)
     attend = plain_attention(model.settings, positions, segments)
     run = jax.jit(lambda p, t: model.logits(p, model.hidden(p, t, positions, attend))[0])
@@ -89,6 +92,21 @@ def test_capital_of_france_is_paris(forward, tokenizer):
     new = tokens[-NUM_NEW:]
     assert new == FIXTURE["greedy"].tolist()
     assert tokenizer.decode(new).startswith(" Paris")
+
+
+def test_chat_form_of_the_question_is_answered(forward):
+    """The directory's own template and end of turn, as a run renders and reads them."""
+    renderer = make_renderer(load_tokenizer(str(DIRECTORY), resolve), "auto", resolve)
+    question = [Message("user", "What is the capital of France?")]
+    tokens = renderer.first(question).tolist()
+    text = renderer.tokenizer.decode(tokens)
+    assert text.startswith("<|im_start|>system\n") and text.endswith(
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    said = []
+    while not renderer.is_closed(np.array(said, np.int32)):
+        said.append(int(forward([*tokens, *said])[-1].argmax()))
+    assert "The capital of France is Paris" in renderer.parse(np.array(said, np.int32)).text
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -141,6 +141,7 @@ def test_files_of_different_models_are_one_line(tmp_path):
         ({file: {"eos_token": "<|im_end|>", "added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}},
             "has '<|im_end|>' as token 7, tokenizer.json beside it as 398"),
         ({"generation_config.json": {"eos_token_id": [398, 999]}}, "eos_token_id=999, outside the vocabulary 0..402"),
+        ({"config.json": {"eos_token_id": True}}, "eos_token_id=True, outside the vocabulary"),
         ({"config.json": {"eos_token_id": "x"}}, "eos_token_id=x, outside the vocabulary"),
         ({file: {}, "generation_config.json": {}}, "names no token that ends a turn; set eos_token"),
         ({file: []}, "is no JSON object"),

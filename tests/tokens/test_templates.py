@@ -457,6 +457,31 @@ def test_templates_that_cannot_be_used_are_one_line(tmp_path, text, why):
     assert why in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("theirs", sorted({*NAMES} - {"mistral", "llama2"}))
+@pytest.mark.parametrize("ours", NAMES)
+def test_template_of_another_model_is_refused(tmp_path, ours, theirs):
+    """Unless the tokenizer has what ends its turns. (Mistral's and Llama 2's end with any tokenizer's eos_token.)"""
+    directory = write(tmp_path, ours)
+    (directory / "chat_template.jinja").write_text((TEMPLATES / f"{theirs}.jinja").read_text())
+    tokenizer, end = load_tokenizer(str(directory), resolve), FAMILIES[theirs].end
+    if end in tokenizer.control:
+        make_renderer(tokenizer, "auto", resolve)
+        return
+    with pytest.raises(ValueError) as caught:
+        make_renderer(tokenizer, "auto", resolve)
+    assert end in str(caught.value) and "\n" not in str(caught.value)
+    assert "has as no token: they are of different models; copy both from one" in str(caught.value)
+
+
+def test_headers_that_are_text_are_taken(tmp_path):
+    text = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}<|assistant|>\n"
+    renderer = of_text(tmp_path, text)
+    said = renderer.tokenizer.decode(renderer.first([Message("user", "hi")]))
+    assert said == "<|user|>\nhi<|im_end|>\n<|assistant|>"
+    with pytest.raises(ValueError, match=r"writes <\|user\|>, <\|end\|>, <\|assistant\|>, which"):
+        of_text(tmp_path, text.replace("{{ eos_token }}", "<|end|>"))
+
+
 def test_content_does_not_steer_a_template(tmp_path):
     text = (
         "{% if '/brief' in messages[-1].content %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
