@@ -122,7 +122,7 @@ def test_evaluation_that_scores_nothing(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_one_error_of_an_environment_is_one_line_of_the_terminal(tmp_path, capsys):
-    words = ["--config.tasks.sources[0].env=rl_jax.testing.envs:MisbehavingEnv", "--mode=eval"]
+    words = ["--config.tasks.sources[0].env=rl_jax.testing.envs:MisbehavingEnv", *UNTRAINED]
     launch.main([CONFIG, f"--run_dir={tmp_path / 'r'}", *words])
     first, last = (
         capsys.readouterr().err.splitlines()
