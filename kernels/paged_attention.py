@@ -9,6 +9,7 @@ pages alone and the logarithm of its weights' sum; `combine` makes one result of
 Must not: allocate pages, or know why sequences share them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,9 +27,8 @@ LOG2_E = 1.4426950408889634
 class Items:
     """W items of up to R = TILE / padded(G) sequences, in up to S parts a sequence; -1 is none."""
 
-    span: (
-        jax.Array | np.ndarray
-    )  # i32[W, 2] first and end of the visible tokens, counted from the first page
+    # i32[W, 2] first and end of the visible tokens, counted from the first page
+    span: jax.Array | np.ndarray
     slots: jax.Array | np.ndarray  # i32[W, R] b S + s: part s of sequence b
     pages: jax.Array | np.ndarray  # i32[W, N] page ids; only those of the span are read
     used: jax.Array | np.ndarray  # bool[B, S] whether there is such a part
@@ -46,12 +46,20 @@ class Scores:
     soft_cap: float | None = None
 
 
+def fits_tile(num_queries: int) -> bool:
+    """Whether a tile is made of whole sequences with so many queries a kv head."""
+    return num_queries > 0 and TILE % _rows(num_queries) == 0
+
+
 def padded(num_queries: int) -> int:
     """Rows that the queries of one kv head take of a tile."""
-    rows = -(-num_queries // 8) * 8
-    if num_queries < 1 or TILE % rows:
+    if not fits_tile(num_queries):
         raise ValueError(f"{num_queries} queries a kv head are not in 1..16, 25..32 or 57..64")
-    return rows
+    return _rows(num_queries)
+
+
+def _rows(num_queries: int) -> int:
+    return -(-num_queries // 8) * 8
 
 
 def split_items(table: jax.Array, first: jax.Array, end: jax.Array, page: int, parts: int) -> Items:
@@ -102,7 +110,7 @@ def shared_items(
                     ([b], i, min((i + run) * page, ends[b]))
                     for i in range(common, -(-ends[b] // page), run)
                 ]
-    return _listed(made, tables, page, (len(tables), rows, run))
+    return _listed(made, tables, page, rows, run)
 
 
 def _common(tables: Sequence[Sequence[int]], ends: Sequence[int], page: int) -> int:
@@ -118,24 +126,22 @@ def _listed(
     made: Sequence[tuple[list[int], int, int]],
     tables: Sequence[Sequence[int]],
     page: int,
-    sizes: tuple[int, int, int],
+    rows: int,
+    run: int,
 ) -> Items:
-    num_sequences, rows, run = sizes
-    taken = [0] * num_sequences  # parts of each so far
+    num_parts = Counter(b for members, _, _ in made for b in members)
+    parts = max(num_parts.values(), default=1)
+    used = np.arange(parts) < np.array([num_parts[b] for b in range(len(tables))])[:, None]
     slots = np.full((len(made), rows), -1, np.int32)
     pages, span = np.zeros((len(made), run), np.int32), np.zeros((len(made), 2), np.int32)
-    numbered: list[list[tuple[int, int]]] = []
+    taken = [0] * len(tables)  # parts of each so far
     for w, (members, first, end) in enumerate(made):
         ids = tables[members[0]][first : -(-end // page)]
         pages[w, : len(ids)] = ids
         span[w, 1] = end - first * page
-        numbered.append([(b, taken[b]) for b in members])
+        slots[w, : len(members)] = [b * parts + taken[b] for b in members]
         for b in members:
             taken[b] += 1
-    parts = max(taken, default=1)
-    used = np.arange(parts) < np.array(taken)[:, None]
-    for w, named in enumerate(numbered):
-        slots[w, : len(named)] = [b * parts + part for b, part in named]
     return Items(span, slots, pages, used)
 
 

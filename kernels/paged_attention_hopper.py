@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.paged_attention import LOG2_E, TILE, Items, Scores, padded
+from kernels.paged_attention import LOG2_E, TILE, Items, Scores, fits_tile, padded
 
 HEADER = 2  # first and end of the span, before the slots
 LINE = 128  # numbers of a header's line; a copy may have 256 lines
@@ -29,9 +29,8 @@ LINE = 128  # numbers of a header's line; a copy may have 256 lines
 class Tuning:
     key_stages: int = 2  # pages of keys that a block holds or waits for
     value_stages: int = 2
-    stages_weights: bool = (
-        False  # weights go through shared memory: the interpreter takes none from registers
-    )
+    # weights go through shared memory: the interpreter takes none from registers
+    stages_weights: bool = False
     interpret: Any = None  # plgpu.InterpretGPUParams() on CPU
 
 
@@ -43,7 +42,7 @@ def unfit(dtype: Any, head_dim: int, num_queries: int, page: int) -> str:
         return f"the kernel needs head_dim 64, 128 or 256, it is {head_dim}"
     if page % 64:
         return f"the kernel needs pages of a multiple of 64 tokens, they have {page}"
-    if num_queries > TILE or TILE % (-(-num_queries // 8) * 8):
+    if not fits_tile(num_queries):
         return f"{num_queries} queries a kv head do not divide a tile of {TILE}"
     return ""
 

@@ -61,10 +61,14 @@ class Setting:
         return self.mode == "train" and learns_from_rows(settings.algorithm, settings.data)
 
     @property
+    def collects(self) -> bool:
+        """Whether it samples batches of episodes."""
+        return self.mode == "rollout_only" or (self.mode == "train" and not self.reads)
+
+    @property
     def warms_up(self) -> bool:
         """Whether a fresh run begins with supervised steps on scripted episodes."""
-        plays = self.mode in ("train", "rollout_only") and not self.reads
-        return plays and self.settings.warm_start.steps > 0
+        return self.collects and self.settings.warm_start.steps > 0
 
     @property
     def max_rows(self) -> int:

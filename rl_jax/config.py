@@ -77,9 +77,8 @@ class LaunchOptions:
 class Parsed:
     settings: Settings
     options: LaunchOptions
-    chosen: frozenset[str] | None = (
-        None  # typed beside another algorithm than the file's; None = its
-    )
+    # keys typed beside another algorithm than the file's; None = the file's own
+    chosen: frozenset[str] | None = None
 
 
 def parse(argv: Sequence[str]) -> Parsed:

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from rl_jax.algorithms import ALGORITHMS
-from rl_jax.algorithms.plugin import guarded
+from rl_jax.algorithms.plugin import make_algorithm
 from rl_jax.build_roles import TRAINING, Setting, lower_frozen, make_roles
 from rl_jax.cluster import InProcCluster
 from rl_jax.config import ConfigError
@@ -103,8 +102,7 @@ def _warm_start(setting: Setting, model: Model) -> Iterator[Program]:
 def _learners(setting: Setting, model: Model) -> Iterator[Program]:
     s = setting.settings
     with tracing(f"algorithm {s.algorithm.name}"):
-        algorithm = setting.resolve(s.algorithm.name, ALGORITHMS)(s.algorithm)
-        algorithm = guarded(s.algorithm.name, algorithm)
+        algorithm = make_algorithm(s.algorithm, setting.resolve)
     support = 0 if setting.reads else s.rollout.top_k
     with tracing("policy step"):
         policy = make_trained(setting, model, algorithm)

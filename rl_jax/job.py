@@ -21,10 +21,9 @@ from typing import Any
 import jax
 
 from rl_jax import report
-from rl_jax.algorithms import ALGORITHMS
 from rl_jax.algorithms.contract import AlgorithmRaised
 from rl_jax.algorithms.options import learns_from_rows
-from rl_jax.algorithms.plugin import guarded
+from rl_jax.algorithms.plugin import make_algorithm
 from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.cluster import InProcCluster
@@ -247,8 +246,7 @@ def _run_mode(job: Job) -> None:
     )
     job.stack.callback(checkpointer.finish)
     recorder = _recorder(job)
-    algorithm = setting.resolve(settings.algorithm.name, ALGORITHMS)(settings.algorithm)
-    algorithm = guarded(settings.algorithm.name, algorithm)
+    algorithm = make_algorithm(settings.algorithm, setting.resolve)
     if setting.reads:
         return _fit(job, algorithm, checkpointer, recorder)
     learner = make_learner(setting, model, algorithm)

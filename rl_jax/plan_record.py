@@ -95,7 +95,7 @@ def plan_lines(record: Mapping[str, Any], setting: Setting) -> list[str]:
     )
     if "checkpoint" in record:
         lines.append(_disk_line(CheckpointNeed(**record["checkpoint"]), setting.settings))
-    if setting.mode in ("train", "rollout_only") and not setting.reads:
+    if setting.collects:
         lines.append(step_line(setting))
     line = algorithm_line(setting.settings.algorithm)
     lines += textwrap.wrap(line, LINE_WIDTH, subsequent_indent="  ", break_long_words=False)

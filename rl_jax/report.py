@@ -32,9 +32,8 @@ def closing_lines(
     if (lag0 := summary["mismatch"]["lag0_mean_abs"]) is not None:
         lines.append(f"  |trainer - sampler log-prob| at lag 0: {lag0:.1e} mean")
     ended = {k.lower(): v for k, v in summary["episodes"].items()}
-    if saved := summary.get(
-        "saved", 0
-    ):  # the ledger, which knows training alone, has them as dropped
+    if saved := summary.get("saved", 0):
+        # The ledger, which knows training alone, has them as dropped.
         ended = {"saved": saved, **ended, "dropped": ended["dropped"] - saved}
     ended = {k: v for k, v in ended.items() if v}
     if ended:

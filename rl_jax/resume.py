@@ -239,7 +239,7 @@ def check_replay(path: Path, sha256: str) -> None:
         raise RunDirError(
             f"rollout.replay_dir={path} was sampled with the tokenizer and chat template {stored}, and this run has"
             f" {sha256}: its tokens would mean other text; set model.tokenizer (or model.source) and"
-            " model.tool_parser to those of that run, restore their files, or sample anew with --mode=rollout_only"
+            " rollout.tool_parser to those of that run, restore their files, or sample anew with --mode=rollout_only"
         )
 
 

@@ -1,27 +1,21 @@
 """SmolLM2 itself calls a calculator: its text is parsed, answered and read again, through the whole system.
 
-Runs where the model is: `make smollm2` fetches it into .cache/smollm2, or RL_JAX_SMOLLM2 names its directory.
+Runs where the model is (models/smollm2.py).
 """
 
 import json
-import os
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rl_jax import launch
 from rl_jax.rollout.traces import read_traces
-
-ROOT = Path(__file__).resolve().parents[1]
-DIRECTORY = Path(os.environ.get("RL_JAX_SMOLLM2", ROOT / ".cache" / "smollm2"))
+from tests.models.smollm2 import DIRECTORY, needs_smollm2
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not (DIRECTORY / "config.json").is_file(), reason="no SmolLM2; make smollm2 fetches it"
-    ),
+    needs_smollm2,
 ]
 
 

@@ -8,12 +8,14 @@ Must not: change what passes through.
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rl_jax.algorithms import ALGORITHMS
 from rl_jax.algorithms.algorithm import RewardPartError
 from rl_jax.algorithms.contract import AlgorithmRaised, ContractError
+from rl_jax.settings import AlgorithmSettings
 
 OURS = Path(__file__).resolve().parents[1]
 
@@ -48,6 +50,11 @@ class Guarded:
 
         call.__self__ = self  # as a method has it: who takes its result names whose it is
         return call
+
+
+def make_algorithm(settings: AlgorithmSettings, resolve: Callable[..., Any]) -> Any:
+    """The algorithm that the settings name. resolve: (name, table) -> the object behind it."""
+    return guarded(settings.name, resolve(settings.name, ALGORITHMS)(settings))
 
 
 def guarded(name: str, algorithm: Any) -> Any:

@@ -72,8 +72,8 @@ class JsonlExamples:
     def __init__(self, renderer: Renderer, rules: ExampleRules):
         self._renderer, self._rules = renderer, rules
         self._files: list[Path] = []
-        self._lines: list[tuple[int, int, int, int]] = []  # file, offset, size, crc32
-        self._numbers: list[int] = []  # of the lines in their files, from 1
+        # file, number from 1, offset, size, crc32
+        self._lines: list[tuple[int, int, int, int, int]] = []
         self.digests: list[int] = []  # 64 bits of the tokens of each
         self.unread: dict[str, None] = {}  # keys that nothing reads, in order
 
@@ -82,7 +82,7 @@ class JsonlExamples:
 
     def __getitem__(self, i: int) -> Group:
         """Raises DataError if the file is not what it was."""
-        file, offset, size, crc = self._lines[i]
+        file, _, offset, size, crc = self._lines[i]
         path = self._files[file]
         with open(path, "rb") as stream:
             raw = os.pread(stream.fileno(), size, offset)
@@ -92,7 +92,8 @@ class JsonlExamples:
 
     def where(self, i: int) -> str:
         """The file and line of a group."""
-        return f"{self._files[self._lines[i][0]]}:{self._numbers[i]}"
+        file, number, *_ = self._lines[i]
+        return f"{self._files[file]}:{number}"
 
     def read(self, key: str, pattern: str, too_long: str) -> tuple[Counter[str], str]:
         """Check every line of the files and keep those that train; (counts, sha256 of the bytes).
@@ -113,8 +114,7 @@ class JsonlExamples:
                     self.unread.update(dict.fromkeys(row.unread))
                     example = make_example(row, len(self), self._renderer, self._rules)
                     if self._keeps(example, too_long, counts):
-                        self._lines.append((file, offset, len(raw), zlib.crc32(raw)))
-                        self._numbers.append(number)
+                        self._lines.append((file, number, offset, len(raw), zlib.crc32(raw)))
                         self.digests.append(_digest(example.group))
                 except RowError as error:
                     counts["bad"] += 1
@@ -159,8 +159,8 @@ def read_corpus(
     rows = JsonlExamples(renderer, rules)
     counts, digest = rows.read("data.path", settings.path, settings.too_long)
     if not settings.eval_path:
-        corpus = split(rows, settings.eval_share, seed, digest, counts)
         kept, out = held_out_places(len(rows), settings.eval_share, seed)
+        corpus = Corpus(Chosen(rows, kept), Chosen(rows, out), digest, counts)
         return _telling(corpus, rows, kept, rows, out)
     held_out = JsonlExamples(renderer, rules)
     more, other = held_out.read("data.eval_path", settings.eval_path, settings.too_long)
@@ -195,13 +195,8 @@ def played_corpus(groups: Sequence[Group], eval_share: float, seed: int) -> Corp
         digest.update(trajectory.tokens.tobytes())
         counts["tokens"] += len(trajectory.tokens)
         counts["trained_tokens"] += trajectory.num_trained
-    return split(groups, eval_share, seed, digest.hexdigest()[:16], counts)
-
-
-def split(rows: Rows, share: float, seed: int, digest: str, counts: Counter[str]) -> Corpus:
-    """The corpus in which a share of the rows, drawn by the seed, is held out."""
-    kept, held_out = held_out_places(len(rows), share, seed)
-    return Corpus(Chosen(rows, kept), Chosen(rows, held_out), digest, counts)
+    kept, out = held_out_places(len(groups), eval_share, seed)
+    return Corpus(Chosen(groups, kept), Chosen(groups, out), digest.hexdigest()[:16], counts)
 
 
 def held_out_places(num_rows: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

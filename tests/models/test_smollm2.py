@@ -1,9 +1,8 @@
 """SmolLM2-135M-Instruct, converted from its GGUF file: against transformers, which read that file itself.
 
-Runs where the model is: `make smollm2` fetches it into .cache/smollm2, or RL_JAX_SMOLLM2 names its directory.
+Runs where the model is (smollm2.py).
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,16 +23,14 @@ from rl_jax.tokens.load import load_tokenizer, make_renderer
 from rl_jax.types import Message
 from tests.data.make_smollm2_logits import NUM_NEW, PROMPT, TEXT
 from tests.models.numpy_reader import NumpyModel
+from tests.models.smollm2 import DIRECTORY, needs_smollm2
 
 ROOT = Path(__file__).resolve().parents[2]
-DIRECTORY = Path(os.environ.get("RL_JAX_SMOLLM2", ROOT / ".cache" / "smollm2"))
 FIXTURE = np.load(ROOT / "tests" / "data" / "smollm2_logits.npz")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not (DIRECTORY / "config.json").is_file(), reason="no SmolLM2; make smollm2 fetches it"
-    ),
+    needs_smollm2,
 ]
 
 
