@@ -55,6 +55,7 @@ from rl_jax.recorder import Recorder
 from rl_jax.resume import (
     PLAN,
     RUNS,
+    check_eval,
     check_replay,
     check_template,
     checkpoint_steps,
@@ -105,6 +106,8 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             stack.callback(lambda: run_blocking(pool.close()))
         meshes = build_meshes(plan, present_devices(plan, "cpu" if options.dry_run else None))
         settings = load_plugin(settings, resolve, parsed.chosen)
+        if options.mode == "eval":
+            check_eval(options.run_dir, settings, options.resume)
         renderer = load_names(settings, plan, resolve, options.mode)
         if pool is not None:
             with progress.phase("environments", "importing them in their worker processes"):

@@ -46,11 +46,11 @@ def _main(argv: Sequence[str]) -> int:
     try:
         parsed = config.parse(argv)
         settings, options = parsed.settings, parsed.options
-        decision = None
-        if options.run_dir and is_known(settings.algorithm):  # else by job.py, once it is loaded
-            decision = resume.decide(Path(options.run_dir), settings, options.resume)
-        if options.mode == "eval" and (decision is not None or not options.run_dir):
-            resume.check_eval(decision, settings, options.resume)
+        if is_known(settings.algorithm):  # else by job.py, once it is loaded
+            if options.run_dir:
+                resume.decide(Path(options.run_dir), settings, options.resume)
+            if options.mode == "eval":
+                resume.check_eval(options.run_dir, settings, options.resume)
         if options.run_dir or not options.dry_run:
             check_usable(options.run_dir, is_held=not options.dry_run)
         _set_backend(settings.mesh, settings.model, options.dry_run)

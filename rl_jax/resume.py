@@ -120,16 +120,17 @@ def decide(path: Path, settings: Settings, resume: str = "auto") -> Decision:
     return Decision(path, stored["run_id"], attempt, source, changes, resume.isdecimal())
 
 
-def check_eval(decision: Decision | None, settings: Settings, resume: str) -> None:
-    """Raises RunDirError if --mode=eval would play weights that nothing trained and nobody asked for. decision: None
-    where no directory was named."""
+def check_eval(run_dir: str, settings: Settings, resume: str) -> None:
+    """Raises RunDirError if --mode=eval would play weights that nothing trained and nobody asked for, and what decide
+    raises. run_dir: "" where none was named."""
     if settings.model.source or resume == "never":
         return
-    if decision is None and resume not in ("auto", "strict"):
+    if run_dir:
+        if decide(Path(run_dir), settings, resume).resume_from is not None:
+            return
+    elif resume not in ("auto", "strict"):
         return  # a checkpoint is named
-    if decision is not None and decision.resume_from is not None:
-        return
-    what = "no --run_dir was named" if decision is None else f"{decision.path} has no checkpoint"
+    what = f"{run_dir} has no checkpoint" if run_dir else "no --run_dir was named"
     raise RunDirError(
         f"--mode=eval: {what}, so the weights would be random; name a run with --run_dir=DIR, a checkpoint with"
         " --resume=PATH, or a pretrained model with --config.model.source=DIR (--resume=never plays the random ones)"

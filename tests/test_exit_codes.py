@@ -75,6 +75,7 @@ def test_environment_must_offer_what_the_mode_needs():
         ("", [], "--mode=eval: no --run_dir was named, so the weights would be random; name a run with --run_dir=DIR"),
         ("new", [], "new has no checkpoint, so the weights would be random"),
         ("new", ["--resume=strict"], "new holds no run to resume"),
+        ("new", ["--config.algorithm.name=tests.test_plugins:Capped"], "new has no checkpoint, so the weights"),
     ],
 )  # fmt: skip
 def test_evaluating_what_nothing_trained_is_refused(tmp_path, capsys, directory, words, line):
