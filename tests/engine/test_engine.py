@@ -18,6 +18,7 @@ def context_of(rng, n):
     return rng.integers(8, 264, n).tolist()
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_equal_one_forward(engine, params, kit, rng):
     contexts = [context_of(rng, n) for n in (2, 17, 30)]
     pieces = [Piece(np.array(c[:-1], np.int32), 0) for c in contexts]
@@ -51,6 +52,7 @@ def test_turns_appended_in_place_equal_one_forward(engine, params, kit, rng):
         context = context + got.tokens + context_of(rng, 6)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_result_is_the_same_in_every_slot_and_company(engine, params, kit, rng, temperature):
     context = context_of(rng, 21)
@@ -77,6 +79,8 @@ def test_result_is_the_same_in_every_slot_and_company(engine, params, kit, rng, 
         results[slot].assert_same(alone)
 
 
+@pytest.mark.bits
+@pytest.mark.slow
 def test_result_does_not_depend_on_block_size(tiny, engine, params, kit, rng):
     context = context_of(rng, 10)
     want = kit.sample_one(engine, params, context, seed=7, num_blocks=3)
@@ -105,6 +109,7 @@ def test_prefill_append_and_chunked_prefill_give_the_same_kv(engine, params, rng
                 np.testing.assert_allclose(kv, want, atol=1e-5)
 
 
+@pytest.mark.bits
 def test_stopped_and_moved_slot_goes_on_as_if_never_stopped(engine, params, kit, rng):
     context, neighbour = context_of(rng, 12), context_of(rng, 5)
     whole = kit.sample_one(engine, params, context, seed=9, num_blocks=4)
@@ -190,6 +195,7 @@ def test_nan_weights_end_the_turn_as_an_error_without_tokens(engine, params, kit
     assert (result.tokens, result.finish, result.is_nan) == ([], FinishReason.ERROR, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [
@@ -216,6 +222,7 @@ def test_sharded_equals_unsharded(tiny, engine, params, kit, rng, axes):
     np.testing.assert_allclose(results[5].logprobs, want.logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_jit_equals_no_jit(engine, params, rng):
     context = np.array(context_of(rng, 10), np.int32)
     chunk = pack([Piece(context, 0)], (16,))
@@ -230,6 +237,7 @@ def test_jit_equals_no_jit(engine, params, rng):
             np.testing.assert_allclose(got, jitted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_after_warmup_nothing_compiles_and_the_state_is_updated_in_place(tiny, kit, rng):
     engine = kit.make_engine(tiny[0], slots=4)
     params = engine.zero_params()
@@ -246,6 +254,7 @@ def test_after_warmup_nothing_compiles_and_the_state_is_updated_in_place(tiny, k
     assert stats.alias_size_in_bytes >= engine.spec.num_bytes  # the donated cache is the new one
 
 
+@pytest.mark.slow
 def test_a_block_holds_no_second_cache(tiny, kit):
     engine = kit.make_engine(tiny[0], context=4096, steps_per_block=1)
     shapes = jax.eval_shape(lambda: (engine.zero_params(), engine.init_state()))
@@ -266,6 +275,7 @@ def test_padded_requests_write_nothing(engine, params, kit, rng):
             assert changed.tolist() == [[3, 0], [3, 1]]
 
 
+@pytest.mark.slow
 def test_prefix_padded_for_a_longer_neighbour_goes_on_in_a_shorter_chunk(tiny, params, kit, rng):
     engine = kit.make_engine(tiny[0], context=300)
     assert engine.visible_buckets == (256, 300)
@@ -342,6 +352,7 @@ def test_chunk_with_a_request_that_goes_on_reads_the_cache(
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_warmup_compiles_the_programs_of_fresh_chunks_too(packing_engine, params, rng):
     packing, _ = packing_engine
     # as without: two chunk sizes in their two forms; arm, disarm, generate; one prefix length
@@ -363,6 +374,7 @@ def test_fresh_padding_reaches_as_far_as_a_chunk_can(size, visible, length):
     assert chunk.position[chunk.segment == 0].tolist() == list(range(length))
 
 
+@pytest.mark.slow
 def test_programs_lowered_from_shapes_are_those_that_a_server_runs(engine, params, kit):
     live = len(jax.live_arrays())
     decode, prefill = dict(engine.lower()), dict(engine.lower(decode=False))
