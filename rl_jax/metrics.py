@@ -139,7 +139,7 @@ METRICS = {
     "episodes/errored": "episodes that ended in a failure of environment, reward or server",
     "episodes/cancelled": "episodes cancelled, with a reason in the ledger",
     "episodes/dropped": "episodes dropped, with a reason in the ledger",
-    "episodes/dropped_stale": "of these, older than rollout.max_staleness",
+    "episodes/dropped_stale": "of these, older than rollout.max_staleness, by rollout.age_of",
     "episodes/dropped_filtered": "of these, not selected by the algorithm; .REASON by its reason",
     "episodes/dropped_short": "of these, members of a group that could not be completed",
     "episodes/retried": "attempts after the first",

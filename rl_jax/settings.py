@@ -145,8 +145,11 @@ class TaskSettings:
 class RolloutSettings:
     batch_groups: int = 8  # groups a step trains on; tags take equal shares
     group_size: int = 8  # episodes of one task
-    # 0 = synchronous; oldest trained token is at most this many versions old
+    # 0 = synchronous; what a step trains is at most this many versions old
     max_staleness: int = 1
+    # what an age is counted from. oldest: the version of the oldest trained token | start: that at which the episode
+    # started, which is the same or older
+    age_of: str = "oldest"
     scheduler: str = "trajectory"  # a name of SCHEDULERS
     temperature: float = 1.0
     top_p: float = 1.0  # of the top_k likeliest; in training, below 1 needs top_k

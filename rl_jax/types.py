@@ -455,7 +455,7 @@ class GroupView:
     started: int
     scored: int
     num_tokens: tuple[int, ...]
-    oldest_version: int
+    oldest_version: int  # of any member, by rollout.age_of; the current one if none has begun
     issued_s: float
     deferred: bool = False
 

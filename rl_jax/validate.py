@@ -17,6 +17,7 @@ from typing import Any
 from rl_jax import schema
 from rl_jax.algorithms import ALGORITHMS, options
 from rl_jax.algorithms.rules import rules
+from rl_jax.algorithms.staleness import AGE_OF
 from rl_jax.data.check import data_errors
 from rl_jax.mesh import MeshPlan
 from rl_jax.model_source import TOKENIZER_FILE
@@ -156,6 +157,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.rope.scaling": tuple(ROPE_FIELDS),
     "mesh.platform": ("", "cpu"),
     "tasks.curriculum.name": ("none", "dump"),
+    "rollout.age_of": AGE_OF,
     "rollout.history": ("keep", "template"),
     "rollout.short_group_infra": ("replace", "survivors", "drop"),
     "rollout.short_group_stale": ("drop",),

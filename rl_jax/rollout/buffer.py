@@ -3,7 +3,8 @@
 Owns: every group between its completion and the publication of the version that its step makes. Thread-safe: the
 rollout's thread puts, sweeps and releases; the driver's thread takes.
 Invariants:
-- bound: a group handed out for step s is at most max_staleness versions older than s - 1, by its oldest trained token.
+- bound: a group handed out for step s is at most max_staleness versions older than s - 1, by its oldest trained token
+  or, with age_of=start, by the episode that started first.
   Groups that grew too old are dropped at every version bump (sweep) and again at take.
 - a batch holds equal groups of each tag (with a curriculum, of any), oldest version first, and comes out sorted by
   (epoch, index): at max_staleness 0 it does not depend on which episode was quicker.
@@ -27,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rl_jax.algorithms.staleness import buffer_limit, is_fresh
+from rl_jax.algorithms.staleness import buffer_limit, is_fresh, oldest_counted
 from rl_jax.ledger import EpisodeRef, Ledger, LedgerError
 from rl_jax.metrics import Metric
 from rl_jax.rollout.curriculum import ANY
@@ -48,7 +49,7 @@ class Interrupted(RuntimeError):
 @dataclass(frozen=True)
 class Entry:
     group: Group
-    oldest_version: int
+    oldest_version: int  # that its age is counted from
     seq: int  # order of completion
     rejected: frozenset[str] = frozenset()  # uids of members that are DROPPED already
 
@@ -115,7 +116,7 @@ class SampleBuffer:
         Raises: what `select` raises, or ContractError, with the group dropped: none is lost where that ends a run.
         """
         # Of all members: what a rejected one earned is in the statistics of the others.
-        oldest = group.oldest_version
+        oldest = oldest_counted(group.trajectories, self._settings.age_of, self._version)
         try:
             chosen, reasons = selected(group, self.select)
         except Exception:

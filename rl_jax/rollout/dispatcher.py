@@ -197,7 +197,8 @@ class Dispatcher:
             raise ValueError(
                 f"the task stream issued {uid} twice; (epoch, index) must be unique over tags"
             )
-        group = LiveGroup(uid, issued, self.settings.group_size, time.monotonic(), tag)
+        size, age_of = self.settings.group_size, self.settings.age_of
+        group = LiveGroup(uid, issued, size, time.monotonic(), tag, age_of)
         self._groups[uid] = group
         return group
 

@@ -135,7 +135,7 @@ class Episode:
         ] = []  # turns whose context is not an extension of the last one's
         self.state_keys: list[str] = []
         self.first_tokens = np.zeros(0, np.int32)
-        self.start_version = 0
+        self.start_version: int | None = None  # None before its environment is open
         self.oldest_version: int | None = (
             None  # a lower bound; None before the first turn is asked for
         )
@@ -233,7 +233,7 @@ class Episode:
             outcome=self.outcome,
             truncated_by=self.truncated_by,
             failure=self.failure,
-            start_version=self.start_version,
+            start_version=self.start_version or 0,
             new_samples=tuple(self.new_samples),
         )
 

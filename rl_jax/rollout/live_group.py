@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_jax.algorithms.staleness import oldest_counted
 from rl_jax.rollout.episode import Episode
 from rl_jax.types import Group, GroupView, Trajectory
 
@@ -27,6 +28,7 @@ class Scored:
     """A scored member, with what the scheduler asks of it at every event."""
 
     trajectory: Trajectory
+    start_version: int
     oldest_version: int
     num_tokens: int
 
@@ -38,6 +40,7 @@ class LiveGroup:
     size: int
     issued_s: float
     share: str  # its tag, or curriculum.ANY: what it counts as in a batch
+    age_of: str  # rollout.age_of
     members: dict[int, Member] = field(default_factory=dict)  # by sample
     scored: dict[int, Scored] = field(default_factory=dict)  # by sample
     tries: Counter[int] = field(default_factory=Counter)  # attempts started here, by sample
@@ -60,21 +63,20 @@ class LiveGroup:
     def add(self, trajectory: Trajectory) -> None:
         """A member was scored."""
         self.scored[trajectory.sample] = Scored(
-            trajectory, trajectory.oldest_version, trajectory.num_trained
+            trajectory, trajectory.start_version, trajectory.oldest_version, trajectory.num_trained
         )
 
     def oldest_version(self, now: int) -> int:
-        """Of any token sampled so far, from below; `now` if there is none."""
-        versions = [scored.oldest_version for scored in self.scored.values()]
-        for member in self.members.values():
-            if member.episode.oldest_version is not None:
-                versions.append(member.episode.oldest_version)
-        return min(versions, default=now)
+        """That its age is counted from: of any token sampled so far, from below, or of any start; `now` if there is
+        none: what has not begun does not age."""
+        live = [member.episode for member in self.members.values()]
+        return oldest_counted([*self.scored.values(), *live], self.age_of, now)
 
     def view(self, now: int) -> GroupView:
         """What a scheduler sees. now: the current version. Made anew only where something changed: every event asks
         every group."""
-        live = [(m.episode.num_tokens, m.episode.oldest_version) for m in self.members.values()]
+        episodes = [member.episode for member in self.members.values()]
+        live = [(e.num_tokens, e.start_version, e.oldest_version) for e in episodes]
         made_of = (live, len(self.scored), len(self.given_up), now)
         if self._viewed is None or self._viewed[0] != made_of:
             self._viewed = (made_of, self._view(now))

@@ -186,7 +186,7 @@ def _cause(failure: Failure) -> str:
 
 
 def _facts(episode: Episode) -> EpisodeFacts:
-    return EpisodeFacts(episode.start_version, _versions(episode.turns), episode.num_tokens)
+    return EpisodeFacts(episode.start_version or 0, _versions(episode.turns), episode.num_tokens)
 
 
 def _versions(turns) -> tuple[int, ...]:

@@ -1,10 +1,15 @@
-"""How many groups and episodes a running rollout admits: what the run still takes, and what the slots hold."""
+"""How many groups and episodes a running rollout admits: what the run still takes, what the slots hold, what is not
+too old."""
 
+import asyncio
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 
+from rl_jax.testing.envs import EchoEnv
+from rl_jax.testing.fake_pool import FakePool
 from rl_jax.testing.fake_sampler import FakeSampler
 from tests.rollout.doubles import SETTINGS, echo_script, echo_tasks, running
 
@@ -54,3 +59,42 @@ def test_tags_that_share_slots_hold_no_more_than_there_are_and_none_starves(tmp_
         for request in sampler.requests:
             placed.setdefault(request.tag, set()).add(request.place)
         assert placed["b"] == {"both"} and "own" in placed["a"] <= {"own", "both"}
+
+
+@pytest.mark.parametrize("age_of", ["oldest", "start"])
+def test_an_episode_that_started_beyond_the_bound_is_cancelled_where_ages_count_from_the_start(
+    tmp_path, age_of
+):
+    """Group 1 starts at version 0, its first reset takes until version 2, and what it then samples is fresh."""
+    started, release = threading.Event(), threading.Event()
+
+    def latency(verb, uid):
+        if verb == "reset" and uid == "r/0/1/0" and not started.is_set():
+            started.set()
+            return 1.0
+        return 0.0
+
+    async def sleep(seconds):
+        while seconds and not release.is_set():
+            await asyncio.sleep(0.001)
+
+    settings = replace(SETTINGS, batch_groups=1, group_size=1, max_staleness=1, age_of=age_of)
+    pool = FakePool({"echo": EchoEnv}, latency=latency, sleep=sleep)
+    tasks = {"echo": echo_tasks(num=8)}
+    with running(tmp_path, settings=settings, pool=pool, tasks=tasks) as world:
+        world.publish(0)
+        assert world.step(1)[0].index == 0
+        assert started.wait(5)
+        assert world.step(2)[0].index == 2
+        release.set()
+        while world.buffer.num_waiting < 2:
+            time.sleep(0.001)
+        trained = {g.index: g.trajectories[0] for step in (3, 4) for g in world.step(step)}
+        ends = [r["state"] for r in world.records() if r["uid"] == "r/0/1/0"]
+        if age_of == "oldest":
+            assert sorted(trained) == [1, 3]
+            assert (trained[1].start_version, trained[1].oldest_version) == (0, 2)
+            assert ends == ["ISSUED", "RUNNING", "COMPLETED", "TRAINED"]
+        else:
+            assert sorted(trained) == [3, 4]
+            assert ends == ["ISSUED", "CANCELLED"]

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from rl_jax.algorithms.contract import ContractError
+from rl_jax.config import ConfigError, parse
 from rl_jax.ledger import EpisodeFacts, EpisodeRef, Ledger, LedgerError
 from rl_jax.rollout.assembly import ClosedEpisode, assemble
 from rl_jax.rollout.buffer import Interrupted, SampleBuffer, TakeTimeout, ref_of
 from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.rollout.traces import trajectory_sha256
-from rl_jax.settings import RolloutSettings
+from rl_jax.settings import RolloutSettings, Settings
 from rl_jax.types import FinishReason, Group, Outcome, Reward, StepResult, Turn, VersionSpan
+from rl_jax.validate import check
 
 SETTINGS = RolloutSettings(batch_groups=2, group_size=2, max_staleness=1, take_timeout_s=5.0)
 
@@ -26,7 +28,7 @@ def ledger(tmp_path):
     ledger.close()
 
 
-def make_trajectory(index, sample, version, tag="a", value=1.0):
+def make_trajectory(index, sample, version, tag="a", value=1.0, start=None):
     num = 3 + index + sample
     turn = Turn(
         prompt_tokens=np.arange(4, dtype=np.int32),
@@ -44,14 +46,15 @@ def make_trajectory(index, sample, version, tag="a", value=1.0):
     ref = EpisodeRef(f"r/0/{index}/{sample}", 0, f"r/0/{index}", 0, index, sample, tag)
     closed = ClosedEpisode(
         ref, f"task{index}", turn.prompt_tokens, (turn,), (StepResult((), value, True),), ("k",),
-        Outcome.OK, None, None, version,
+        Outcome.OK, None, None, version if start is None else start,
     )  # fmt: skip
     return assemble(closed, Reward(value, {"env": value}, (value,), "scored", "env"))
 
 
-def make_group(ledger, index, version=0, tag="a", size=2):
-    """A complete group whose members are COMPLETED in the ledger."""
-    members = tuple(make_trajectory(index, s, version, tag) for s in range(size))
+def make_group(ledger, index, version=0, tag="a", size=2, starts=None):
+    """A complete group whose members are COMPLETED in the ledger. starts: version of each member's start."""
+    starts = [version] * size if starts is None else starts
+    members = tuple(make_trajectory(index, s, version, tag, start=starts[s]) for s in range(size))
     for t in members:
         ledger.write(ref_of(t), "ISSUED")
         ledger.write(ref_of(t), "RUNNING")
@@ -93,6 +96,42 @@ def test_stale_group_is_dropped_and_counted(ledger):
     ]  # consuming version 2: version 0 is one too old
     assert dropped == [(0, "stale")] and buffer.drops() == {"stale": 2}
     assert ledger.counts()["DROPPED"] == 2
+
+
+@pytest.mark.parametrize("age_of", ["oldest", "start"])
+def test_an_age_is_counted_from_the_oldest_token_or_from_the_start(ledger, age_of):
+    """Members that started at version 0 and sampled all they train at version 2, at the bound of 1."""
+    by_start = age_of == "start"
+    buffer = SampleBuffer(replace(SETTINGS, age_of=age_of), ledger, ["a"])
+    assert buffer.put(make_group(ledger, 0, version=2, starts=[2, 0]))
+    assert buffer.oldest_version(now=9) == (0 if by_start else 2)
+    assert [g.index for g in buffer.sweep(1)] == []
+    assert [g.index for g in buffer.sweep(2)] == ([0] if by_start else [])
+    assert buffer.put(make_group(ledger, 1, version=2, starts=[2, 1]))
+    assert buffer.put(make_group(ledger, 2, version=2, starts=[2, 0])) != by_start
+    if by_start:  # two more than are left
+        assert [buffer.put(make_group(ledger, i, version=3)) for i in (3, 4)] == [True, True]
+    taken = [g.index for g in buffer.take(4)]  # consuming version 3
+    assert taken == ([3, 4] if by_start else [0, 1])
+    assert buffer.drops() == ({"stale": 6} if by_start else {})
+
+
+def test_an_age_of_something_else_is_refused_with_the_words_there_are():
+    errors = check(Settings(rollout=replace(SETTINGS, age_of="oldst")))
+    assert "rollout.age_of=oldst is not one of oldest, start" in errors
+    with pytest.raises(
+        ConfigError, match="rollout.ageof is not a key; did you mean rollout.age_of"
+    ):
+        parse(["--config.rollout.ageof=start"])
+
+
+def test_the_group_that_started_first_is_taken_first(ledger):
+    for age_of, first in (("oldest", 0), ("start", 1)):
+        buffer = SampleBuffer(replace(SETTINGS, age_of=age_of, batch_groups=1), ledger, ["a"])
+        epoch = 0 if age_of == "oldest" else 4  # other episodes
+        buffer.put(make_group(ledger, epoch, version=1, starts=[1, 1]))
+        buffer.put(make_group(ledger, epoch + 1, version=1, starts=[0, 1]))
+        assert [g.index for g in buffer.take(2)] == [epoch + first]
 
 
 def test_sweep_at_publish_and_put_after_it(ledger):

@@ -71,11 +71,15 @@ SELECTORS = {0: picky, 2: picky, 3: picky}  # seed -> select
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed, staleness", [(0, 0), (1, 1), (2, 1), (3, 3)])
-def test_every_attempt_ends_in_exactly_one_state_under_random_faults(tmp_path, seed, staleness):
-    settings = replace(
-        SETTINGS, group_size=3, max_staleness=staleness, max_env_failures=10**6, batch_groups=4
-    )
+@pytest.mark.parametrize(
+    "seed, staleness, age_of",
+    [(0, 0, "oldest"), (1, 1, "oldest"), (2, 1, "start"), (3, 3, "oldest")],
+)
+def test_every_attempt_ends_in_exactly_one_state_under_random_faults(
+    tmp_path, seed, staleness, age_of
+):
+    bound = {"max_staleness": staleness, "age_of": age_of}
+    settings = replace(SETTINGS, group_size=3, **bound, max_env_failures=10**6, batch_groups=4)
     tasks = {"a": echo_tasks("a", 3), "b": echo_tasks("b", 5, turns=3)}
     pool, sampler = chaos(seed)
     trained = []
@@ -87,6 +91,9 @@ def test_every_attempt_ends_in_exactly_one_state_under_random_faults(tmp_path, s
             mine = [t for g in groups for t in g.trajectories if t.num_trained]
             assert all(step - 1 - t.oldest_version <= staleness for t in mine)
             trained += mine
+            if age_of == "start":
+                starts = [t.start_version for g in groups for t in g.trajectories]
+                assert step - 1 - min(starts) <= staleness
         world.rollout.evaluate("eval", echo_tasks("a", 4), EvalSettings())
         world.rollout.check()
         world.rollout.drain()

@@ -1,4 +1,8 @@
-"""What a scheduler sees of a group: made anew when something changed, and only then."""
+"""What a scheduler sees of a group: made anew when something changed, and only then; and how old it is."""
+
+from dataclasses import replace
+
+import pytest
 
 from rl_jax.ledger import EpisodeRef
 from rl_jax.rollout.episode import Episode, EpisodeRules
@@ -18,8 +22,12 @@ def member(sample: int) -> Member:
     )
 
 
+def live_group(age_of="oldest"):
+    return LiveGroup("r/0/0", IssuedTask(echo_tasks()[0], 0, 0), 3, 1.0, "echo", age_of)
+
+
 def test_view_follows_every_change_and_is_kept_between_them():
-    group = LiveGroup("r/0/0", IssuedTask(echo_tasks()[0], 0, 0), 3, 1.0, "echo")
+    group = live_group()
     seen = []
 
     def look(now: int = 0):
@@ -46,3 +54,23 @@ def test_view_follows_every_change_and_is_kept_between_them():
     assert look(now=1).started == 2
     group.given_up.add(2)
     assert look(now=1).want == 2
+
+
+@pytest.mark.parametrize("age_of", ["oldest", "start"])
+def test_a_group_is_as_old_as_its_oldest_token_or_its_first_start(age_of):
+    """A member that was not started does not age; one that waits for its first token does, counted from its start."""
+    by_start, group = age_of == "start", live_group(age_of)
+    assert group.view(3).oldest_version == 3
+    group.members[0] = member(0)
+    assert group.view(3).oldest_version == 3  # its environment opens
+    group.members[0].episode.start_version = 1
+    assert group.view(3).oldest_version == (1 if by_start else 3)
+    group.members[0].episode.oldest_version = 2
+    assert group.view(3).oldest_version == (1 if by_start else 2)
+    del group.members[0]
+    late = replace(fake_trajectory(0, 0, version=2), start_version=0)
+    assert late.num_trained
+    group.add(late)
+    assert group.view(3).oldest_version == (0 if by_start else 2)
+    group.members[1] = member(1)
+    assert group.view(4).oldest_version == (0 if by_start else 2)

@@ -6,13 +6,14 @@ Invariants, for each of the n tags (a batch holds need / n groups of each):
   run still takes: its last steps start no group that could only be cancelled at its end. A group is consumed when the
   version that its step makes is published, not when it is taken: at max_staleness 0 nothing starts between take and
   publish, so every token of a batch has the version that the batch trains.
-- age: when version v is published, a group whose oldest token is older than v - max_staleness can never be consumed
+- age: when version v is published, a group that is counted from a version older than v - max_staleness (that of its
+  oldest token, or of the episode that started first: rollout.age_of; the View has it) can never be consumed
   legally any more and is dropped at once. Admission alone does not give the bound: a slow episode may see many steps.
 - members first: a slot goes to a missing member of the oldest group before it goes to a new group, so no group starves.
 - fair tags: a new group goes to the tag with the fewest groups issued and not consumed.
 The number of groups issued is read from the View (the data), never counted here: a restart cannot admit too many.
 Source: RollArt, arXiv:2512.22560 (trajectory-level rollout, bound alpha evicted during the iteration); AReaL
-(arXiv:2505.24298) for the admission half. Differs: the age is that of the oldest sampled token, not of the start.
+(arXiv:2505.24298) for the admission half. Differs: the age is that of the oldest sampled token, unless age_of=start.
 """
 
 from dataclasses import dataclass
