@@ -228,6 +228,7 @@ def _who_needs(where: str) -> str:
     """ " (PPO does)" and the like."""
     options_that = {
         "reference": "algorithm.kl.coef above 0",
+        "teacher": "algorithm.teacher_coef above 0",
         REWARD_MODEL: "algorithm.reward_model_coef above 0",
     }
     names = [n for n, e in ALGORITHMS.items() if where in {NEEDED_ROLE.get(x) for x in e.needs}]

@@ -297,6 +297,8 @@ class AlgorithmSettings:
     cov_high: float | None = None
     # gdpo: part of the reward -> its weight; none named = the reward as a whole
     reward_weights: Mapping[str, float] | None = None
+    reward_coef: float | None = None  # opd_mixed: of the reward's advantage
+    teacher_coef: float | None = None  # opd_mixed: of the teacher's; 0 = off, and none in memory
     # weight of the reward model's score of an episode, beside the task's reward; 0 = off, and none in memory
     reward_model_coef: float = 0.0
     entropy_coef: float = 0.0

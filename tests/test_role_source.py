@@ -22,6 +22,8 @@ from rl_jax.settings import (
 PPO = Settings(algorithm=AlgorithmSettings(name="ppo"))
 KL = Settings(algorithm=AlgorithmSettings(kl=KlSettings(coef=0.1)))
 OPD = Settings(algorithm=AlgorithmSettings(name="opd"))
+MIXED = Settings(algorithm=AlgorithmSettings(name="opd_mixed"))
+WITHOUT = Settings(algorithm=AlgorithmSettings(name="opd_mixed", teacher_coef=0.0))
 SCORED = Settings(algorithm=AlgorithmSettings(reward_model_coef=0.5))
 POOLS = MeshSettings("apart", (PoolSettings(), PoolSettings("judge", "role", 2, axes={"fsdp": 2})))
 
@@ -68,6 +70,8 @@ def test_a_role_that_cannot_score_the_policys_tokens_is_refused(teacher):
     ("settings", "line"),
     [
         (OPD, "algorithm.name=opd needs a teacher; set teacher.checkpoint"),
+        (MIXED, "algorithm.teacher_coef=1.0 needs a teacher; set teacher.checkpoint"),
+        (replace(WITHOUT, teacher=FrozenSettings("x")), "(algorithm.teacher_coef above 0 does, and opd)"),
         (replace(OPD, teacher=FrozenSettings("nowhere")), "teacher.checkpoint=nowhere has no checkpoint"),
         (replace(KL, reference=FrozenSettings(pool="judge")), "judge is no pool of kind role of mesh one_device"),
         (replace(KL, mesh=POOLS), "mesh pool judge is of kind role and no role is on it"),
@@ -121,7 +125,8 @@ def test_evaluation_needs_no_role():
 
 def test_roles_that_are_needed_pass(teacher):
     for settings in (
-        PPO, KL, replace(OPD, teacher=FrozenSettings(str(teacher))),
+        PPO, KL, replace(OPD, teacher=FrozenSettings(str(teacher))), WITHOUT,
+        replace(MIXED, teacher=FrozenSettings(str(teacher))),
         replace(KL, mesh=POOLS, reference=FrozenSettings(str(teacher), "judge")),
     ):  # fmt: skip
         assert list(role_errors(settings)) == []

@@ -121,6 +121,10 @@ ALGORITHMS: dict[str, Entry] = {
         _A + "opd:Opd", {**SHARED, "ratio_max": 2.0}, frozenset({"teacher_logprobs"}),
         compares=False, reads_reward=False, pulls=True, by_token=True,
     ),
+    "opd_mixed": Entry(
+        _A + "opd_mixed:OpdMixed",
+        {**SHARED, **STD, "ratio_max": 2.0, "reward_coef": 1.0, "teacher_coef": 1.0}, pulls=True,
+    ),
     "dpo": Entry(
         _A + "dpo:Dpo", _DPO, frozenset({"old_logprobs", "reference_logprobs"}), policy=False,
         rows="pairs",

@@ -14,10 +14,15 @@ from rl_jax.algorithms.token_losses import TokenLoss
 from rl_jax.types import Outcome, Trajectory
 
 
+def trains_unscored(trajectory: Trajectory, overlong_filter: bool) -> bool:
+    """Rule where a teacher gives the signal: closed, and not truncated where the overlong filter is on."""
+    cut = overlong_filter and trajectory.outcome is Outcome.TRUNCATED
+    return is_closed(trajectory) and not cut
+
+
 class Opd(PolicyAlgorithm):
     def trains(self, trajectory: Trajectory) -> bool:
-        cut = self.settings.overlong_filter and trajectory.outcome is Outcome.TRUNCATED
-        return is_closed(trajectory) and not cut
+        return trains_unscored(trajectory, self.settings.overlong_filter)
 
     def estimate(self, scored: Scored) -> list[np.ndarray]:
         """What the metrics show; the loss takes the current policy's."""

@@ -39,6 +39,8 @@ INTERVALS = {
     "beta": "(0, inf)",
     "label_smoothing": "[0, 0.5]",
     "center_coef": "[0, inf)",
+    "reward_coef": "[0, inf)",
+    "teacher_coef": "[0, inf)",
     "cov_share": "(0, 1]",
     "cov_coef": "(0, inf)",
     "cov_low": "(-inf, inf)",
@@ -214,6 +216,8 @@ def needs(settings: AlgorithmSettings) -> frozenset[str]:
         out.add("reference_logprobs")
     if settings.reward_model_coef:
         out.add("reward_scores")
+    if settings.teacher_coef:
+        out.add("teacher_logprobs")
     return frozenset(out)
 
 
@@ -224,6 +228,8 @@ def needed_by(settings: AlgorithmSettings, need: str) -> tuple[str, str]:
             return "algorithm.old_policy=recompute", "use one_update or behaviour"
         if need == "reward_scores" and settings.reward_model_coef:
             return f"algorithm.reward_model_coef={settings.reward_model_coef}", "set it to 0"
+        if need == "teacher_logprobs" and (coef := resolved(settings).teacher_coef):
+            return f"algorithm.teacher_coef={coef}", "set it to 0"
         if need == "reference_logprobs" and settings.kl.coef:
             return f"algorithm.kl.coef={settings.kl.coef}", "set it to 0"
     return f"algorithm.name={settings.name}", "use an algorithm that does not need it"

@@ -99,6 +99,11 @@ def _contradictions(s: AlgorithmSettings, entry: Entry) -> Iterator[str]:
         a, b = get(s, low), get(s, high)
         if a is not None and b is not None and a >= b:
             yield f"algorithm.{low}={a} must be below {high}={b}"
+    if s.reward_coef == 0:
+        yield (
+            f"algorithm.reward_coef={s.reward_coef} leaves the reward out of {s.name}; raise it, or use opd, which"
+            " reads none"
+        )
     if (weights := s.reward_weights) and not any(weights.values()):
         yield (
             f"algorithm.reward_weights={dict(weights)} are all 0, which leaves no reward; weigh one part at least, or"

@@ -81,6 +81,10 @@ NAMED = {
     "loss.topr": settings_of("topr", level="weight_level"),
     "loss.vespo": settings_of("vespo", RECOMPUTE),
 }  # fmt: skip
+ALSO = {  # a name whose loss at the end of a range is another's
+    "loss.opd_pg": settings_of("opd_mixed", {"reward_coef": 0.0}, cap="ratio_max"),
+    "loss.tis_pg": settings_of("opd_mixed", {"teacher_coef": 0.0}, rho="ratio_max"),
+}
 SHARES = {"clip_frac": "policy/clip_frac", "dual_clip_frac": "policy/dual_clip_frac"}
 OF_SEQUENCES = ("loss.gspo",)  # whose clip_frac is another mean
 
@@ -139,8 +143,13 @@ def close(got, want):
 
 def test_through_a_named_class(named_case):
     case, op = named_case, named_case["op"]
+    for of in filter(None, (NAMED[op], ALSO.get(op))):
+        check_through(*of(case["params"]), case, op)
+
+
+def check_through(name, given, case, op):
     with jax.enable_x64(True):
-        algorithm = built(*NAMED[op](case["params"]))
+        algorithm = built(name, given)
         x, mask = inputs_of(case)
         aggregation = case["params"].get("agg", LOSSES[op].aggregation)
         norm = case["params"].get("norm_len", 0)
@@ -264,7 +273,7 @@ def test_kl_in_the_reward_through_a_named_class(reward_case):
 def test_every_loss_that_a_name_has_is_here():
     """Each class with a loss of its own; the others' is grpo's."""
     own = {name for name in ALGORITHMS if "loss" in vars(type(make(name)))}
-    assert own <= {of({"tis": {}})[0] for of in NAMED.values()}
+    assert own <= {of({"tis": {}})[0] for of in (*NAMED.values(), *ALSO.values())}
 
 
 def pytest_generate_tests(metafunc):

@@ -119,6 +119,7 @@ def test_table_and_class_agree(algorithm):
         said = vars(type(algorithm)).get(field)  # what a class says too, as a plugin's does
         assert said is None or said == getattr(entry, field)
     own = {"old_logprobs"} if entry.defaults.get("old_policy") == "recompute" else set()
+    own |= {"teacher_logprobs"} if entry.defaults.get("teacher_coef") else set()
     assert algorithm.needs == entry.needs | own <= KNOWN_NEEDS
     assert isinstance(algorithm.samples, bool)
     assert options.resolved(algorithm.settings) == algorithm.settings

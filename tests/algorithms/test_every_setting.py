@@ -54,6 +54,8 @@ CHANGES = {
     "beta": (0.5, {}),
     "label_smoothing": (0.2, {}),
     "center_coef": (0.1, {}),
+    "reward_coef": (0.3, {}),
+    "teacher_coef": (0.3, {}),
     "cov_share": (0.5, BAND),
     "cov_coef": (0.3, {}),
     "cov_low": (0.0, BAND | {"cov_share": 0.3}),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from rl_jax.learner.batch import pack, with_advantages
 from rl_jax.settings import LearnerSettings
 from rl_jax.testing.trajectories import fake_group, fake_trajectory
 from rl_jax.types import Outcome
-from tests.algorithms.test_common import estimates, extras_of, make, some_groups
+from tests.algorithms.test_common import estimates, extras_of, make, some_groups, some_inputs
 
 
 def acting(sample, rewards, states, group=0):
@@ -180,3 +181,67 @@ def test_bootstrap_goes_on_from_the_last_value_where_a_limit_cut_the_episode():
         discounts = 0.9 ** np.arange(num)[::-1]
         np.testing.assert_allclose(whole[cut.loss_mask], discounts, rtol=1e-6)
         np.testing.assert_allclose(ended[cut.loss_mask], discounts * (1.0 + after), rtol=1e-6)
+
+
+def loss_gradient_sums(algorithm, x):
+    """(loss of each token, its gradient, figures) in float32."""
+
+    def total(logprobs):
+        loss, sums = algorithm.token_loss(replace(x, logprobs=logprobs))
+        return loss.sum(), (loss, sums)
+
+    grad, (loss, sums) = jax.grad(total, has_aux=True)(jnp.asarray(x.logprobs))
+    return np.asarray(loss), np.asarray(grad), {k: float(a / b) for k, (a, b) in sums.items()}
+
+
+def plain(name, **given):
+    return make(name, entropy_coef=0.0, **given)
+
+
+def test_opd_mixed_is_grpos_advantage_and_the_teachers_in_numpy():
+    """-min(p / b, cap) (w A + c (log teacher - log p)) log p, with the gradient of the last factor alone."""
+    w, c, cap = 0.7, 0.3, 1.1
+    algorithm = plain("opd_mixed", reward_coef=w, teacher_coef=c, ratio_max=cap)
+    x = some_inputs()
+    loss, gradient, figures = loss_gradient_sums(algorithm, x)
+    weights = np.minimum(np.exp(x.logprobs - x.behaviour_logprobs), cap)
+    k1 = x.logprobs - x.teacher_logprobs
+    pull = np.where(x.mask, -weights * (x.advantages - c * k1), 0.0)  # x.advantages are w A
+    np.testing.assert_allclose(gradient, pull, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(loss, pull * x.logprobs, rtol=1e-5, atol=1e-6)
+    assert figures["policy/reverse_kl"] == pytest.approx(k1[x.mask].mean(), rel=1e-5)
+    group = fake_group(0, [1.0, 0.0, 0.5, None], [8, 9, 12, 10])
+    values = estimates(algorithm, [group])
+    for value, member, a in zip(values, group.trajectories, (1.0, -1.0, 0.0, 0.0), strict=True):
+        # rewards of mean 0.5 and std 0.5; who was not scored is trained by the teacher alone
+        np.testing.assert_allclose(value[member.loss_mask], w * a, atol=1e-5)
+        assert algorithm.trains(member)
+
+
+@pytest.mark.parametrize("options", [{}, {"std_scope": "none"}, {"std_scope": "batch"}])
+def test_opd_mixed_without_its_teacher_is_grpos_advantage_exactly(options):
+    alone = plain("opd_mixed", teacher_coef=0.0, **options)
+    assert alone.needs == frozenset()
+    groups = some_groups()
+    got = alone.advantages(groups, {}, None)[0]
+    for value, want in zip(got, estimates(plain("grpo", **options), groups), strict=True):
+        np.testing.assert_array_equal(value, want)
+    members = [t for group in groups for t in group.trajectories]
+    assert [alone.trains(t) for t in members] == [plain("grpo").trains(t) for t in members]
+    x = replace(some_inputs(), teacher_logprobs=None)
+    got, want = (loss_gradient_sums(a, x) for a in (alone, plain("aipo")))
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[1], want[1])
+
+
+def test_opd_mixed_without_the_reward_is_opd_exactly():
+    groups, x = some_groups(), some_inputs()
+    mixed, opd = plain("opd_mixed", reward_coef=0.0), plain("opd")
+    assert not any(value.any() for value in estimates(mixed, groups))
+    members = [t for group in groups for t in group.trajectories]
+    assert [mixed.trains(t) for t in members] == [opd.trains(t) for t in members]
+    got = loss_gradient_sums(mixed, replace(x, advantages=0 * x.advantages))
+    want = loss_gradient_sums(opd, x)
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[1], want[1])
+    assert got[2] == want[2]

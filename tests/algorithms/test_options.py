@@ -54,6 +54,10 @@ def test_needs_follow_the_options():
     assert options.needs(spared) == frozenset()
     kl = AlgorithmSettings(name="ppo", kl=KlSettings(coef=0.1))
     assert options.needs(kl) == {"values", "reference_logprobs"}
+    mixed = AlgorithmSettings(name="opd_mixed")
+    assert options.needs(mixed) == {"teacher_logprobs"}
+    assert options.needed_by(mixed, "teacher_logprobs")[0] == "algorithm.teacher_coef=1.0"
+    assert options.needs(replace(mixed, teacher_coef=0.0)) == frozenset()
     assert options.needed_by(kl, "values")[0] == "algorithm.name=ppo"
     assert options.needed_by(kl, "reference_logprobs")[0] == "algorithm.kl.coef=0.1"
 
@@ -67,6 +71,8 @@ def test_needs_follow_the_options():
         ({"name": "opd", "kl": KlSettings(0.1, "reward", "k1")}, "opd reads no reward"),
         ({"name": "opd", "reward_model_coef": 0.1}, "opd reads no reward"),
         ({"name": "dpo", "reward_model_coef": 0.1}, "reward_model_coef=0.1 is not read by dpo"),
+        ({"name": "opd_mixed", "reward_coef": 0.0}, "raise it, or use opd, which reads none"),
+        ({"teacher_coef": 0.5}, "teacher_coef=0.5 is not read by grpo but by opd_mixed"),
         ({"reward_model_coef": 0.1, "filter": FilterSettings(best_of=2)}, "every member scored"),
         ({"kl": KlSettings(0.1, "loss", "k1")}, "expected gradient of 0"),
         ({"kl": KlSettings(0.1, "reward", "k3+")}, "use k1 or k3"),
