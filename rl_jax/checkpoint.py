@@ -294,8 +294,19 @@ class Checkpointer:
         if self._orbax is None:
             import orbax.checkpoint as ocp  # takes 2.8 s, so only who saves or restores pays
 
+            logging.getLogger("absl").addFilter(_orbax_to_log)
+
             self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         return self._orbax
+
+
+def _orbax_to_log(record: logging.LogRecord) -> bool:
+    """False for a warning or error of orbax, which goes to the log file: what it shows with a traceback it raises too,
+    and that is told in one line."""
+    if record.levelno < logging.WARNING or f"{os.sep}orbax{os.sep}" not in record.pathname:
+        return True
+    log.info("orbax %s: %s", record.levelname, record.getMessage(), exc_info=record.exc_info)
+    return False
 
 
 def _save_args(leaves: Mapping[str, Any]) -> Any:
@@ -311,8 +322,8 @@ def _restore_args(leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Any:
         name: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype, global_shape=x.shape)
         for name, x in leaves.items()
     }
-    # No transform: what is on the disk and not in `item` is not read.
-    return ocp.args.PyTreeRestore(item=dict(leaves), restore_args=places, transforms={})
+    # Partial: what is on the disk and not in `item` is not read.
+    return ocp.args.PyTreeRestore(item=dict(leaves), restore_args=places, partial_restore=True)
 
 
 def _flatten(tree: Any) -> dict[str, Any]:

@@ -200,9 +200,13 @@ class Ledger:
             os.close(descriptor)
 
     def close(self) -> None:
-        self.flush()
-        with self._lock:
-            self._file.close()
+        """As flush; the file is closed whatever is raised: else the interpreter tries again when it frees it, and
+        complains."""
+        try:
+            self.flush()
+        finally:
+            with self._lock, naming(self.path):
+                self._file.close()
 
     def _append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n"

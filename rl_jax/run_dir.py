@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -49,6 +49,7 @@ LOG = logging.getLogger(__name__)
 STATUS, ENV, EVENTS = "STATUS.json", "ENV.json", "events.jsonl"
 LEDGER, METRICS, SUMMARY = "ledger.jsonl", "metrics.jsonl", "summary.json"
 ROLLOUTS, QUARANTINE = "rollouts", "quarantine"
+DRIVER_LOG = "driver.log"
 
 GLANCE_S = 0.05  # longer than check_usable of another process holds a lock
 
@@ -128,7 +129,7 @@ class RunDir:
     def start_logging(self) -> None:
         """From now on the rl_jax loggers write to logs/attempt_k/driver.log, warnings also to stderr
         (of a kind that repeats the first and a count: console.py)."""
-        file = logging.FileHandler(self.logs / "driver.log", encoding="utf-8")
+        file = _LogFile(self.logs / DRIVER_LOG, self._lost)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
         console = logging.StreamHandler()
         console.setLevel(logging.WARNING)
@@ -188,8 +189,11 @@ class RunDir:
             LOG.log(logging.INFO if self._status[0] == "failed" else logging.WARNING, line)
         for handler in self._handlers:
             logger.removeHandler(handler)
-            handler.close()
-        self._events.close()
+        for name, file in (*((DRIVER_LOG, h) for h in self._handlers), (EVENTS, self._events)):
+            try:
+                file.close()
+            except OSError as error:  # what a full disk refused before is tried once more
+                self._lost(name, error)
         self._lock.close()
 
     def _lost(self, name: str, error: Exception) -> None:
@@ -201,6 +205,21 @@ class RunDir:
                 self.path,
                 error,
             )
+
+
+class _LogFile(logging.FileHandler):
+    """A line that a full disk refuses is told to `lost`, without a traceback of its own in the terminal."""
+
+    def __init__(self, path: Path, lost: Callable[[str, Exception], None]):
+        super().__init__(path, encoding="utf-8")
+        self._lost = lost
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._lost(DRIVER_LOG, error)
+        else:
+            super().handleError(record)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -3,11 +3,13 @@
 import json
 import logging
 import shutil
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -92,6 +94,16 @@ def test_restored_state_equals_the_saved_one_with_its_extra(saved):
         assert jax.tree.structure(restored) == jax.tree.structure(state)
         assert same(restored, state)
         assert extra == {**EXTRA, "step": step}
+
+
+def test_a_restore_whole_or_in_part_has_nothing_to_warn_of(saved, caplog):
+    caplog.set_level(logging.INFO)
+    run, states = saved
+    checkpointer = Checkpointer(run, CheckpointSettings())
+    assert same(checkpointer.restore(2, abstract(states[2]))[0], states[2])
+    params = {"params": states[2]["params"]}
+    assert same(checkpointer.restore(2, abstract(params), subset=True)[0], params)
+    assert "WARNING" not in caplog.text
 
 
 def test_restores_onto_another_mesh(saved):
@@ -231,3 +243,17 @@ def test_failed_save_names_the_directory_and_older_steps_stay(run):
     with pytest.raises(CheckpointError, match="step 3 was not saved into .*older steps are whole"):
         checkpointer.save(3, make_state(3, jax.devices()[:2], {"fsdp": 2}), {})
     assert checkpointer.latest() == 2
+
+
+def test_what_orbax_says_of_a_failed_save_is_in_the_log_file_and_not_in_the_terminal(run, caplog):
+    caplog.set_level(logging.INFO)
+    checkpointer = Checkpointer(run, CheckpointSettings())
+    checkpointer.save(3, make_state(3, jax.devices()[:2], {"fsdp": 2}), {})
+    checkpointer.wait()
+    absl = logging.getLogger("absl")
+    place = Path(ocp.__file__)
+    for path, said in ((place, "a commit failed"), (Path(__file__), "of somebody else")):
+        absl.handle(absl.makeRecord("absl", logging.ERROR, str(path), 1, said, (), None))
+    found = [(r.name, r.levelname, r.getMessage()) for r in caplog.records]
+    assert ("rl_jax.checkpoint", "INFO", "orbax ERROR: a commit failed") in found
+    assert [f for f in found if f[1] != "INFO"] == [("absl", "ERROR", "of somebody else")]

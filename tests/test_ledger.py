@@ -190,3 +190,8 @@ def test_a_full_disk_is_told_with_the_ledgers_name(tmp_path):
     with pytest.raises(OSError, match="No space left on device: .*ledger.jsonl") as caught:
         ledger.flush()
     assert disk_full(caught.value) is caught.value
+    with pytest.raises(OSError, match="ledger.jsonl"):
+        ledger.close()
+    assert (
+        ledger._file.closed
+    )  # left open, it would be flushed again, and complained of, by the interpreter

@@ -264,6 +264,21 @@ def test_status_is_overwritten_where_the_disk_has_no_room_for_another_file(tmp_p
     run.close()
 
 
+def test_a_full_disk_costs_lines_of_logs_and_one_line_in_the_terminal(tmp_path, capsys):
+    run = RunDir.open(tmp_path / "r", SETTINGS)
+    run.start_logging()
+    with open("/dev/full", "w") as full:
+        for file in (run._events, run._handlers[0].stream):
+            os.dup2(full.fileno(), file.fileno())
+    for i in range(3):
+        logging.getLogger("rl_jax.serve").info("slot %d", i)
+        run.event("alarm", step=i)
+    run.close()
+    assert run._events.closed and run._lock.closed
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "driver.log of" in line and "No space left on device" in line and run.num_lost >= 6
+
+
 def test_a_repeated_warning_is_shown_once_and_counted_and_the_log_keeps_all(tmp_path, capsys):
     run = RunDir.open(tmp_path / "r", SETTINGS)
     run.start_logging()
