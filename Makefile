@@ -7,7 +7,7 @@ VENV ?= .venv$(if $(PYTHON),-$(notdir $(PYTHON)))
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 # One process a core; a file's tests stay together, so that they share what they compiled.
-PYTEST := nice $(PY) -m pytest -q -n auto --maxprocesses=8 --dist loadfile
+PYTEST := nice $(PY) -m pytest -q -n auto --maxprocesses=8 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := venv
 .PHONY: venv quickstart smollm2 test fast lint format
@@ -27,8 +27,10 @@ smollm2: .cache/smollm2
 .cache/smollm2: | $(STAMP)
 	@$(PY) -m rl_jax.tools.fetch_smollm2 $@
 
+# Programs are compiled fast and run slowly (tests/conftest.py), but for a second run of what is about bits.
 test: $(STAMP)
 	$(PYTEST) -m "not accelerator"
+	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=3" $(PYTEST) -m bits
 
 fast: $(STAMP)
 	$(PYTEST) -m "not slow and not accelerator"

@@ -184,6 +184,7 @@ def test_every_file_belongs_to_a_part_of_the_table():
     assert unknown == set(), "give each a row in tests/test_architecture.py"
 
 
+@pytest.mark.slow
 def test_imports_only_go_down():
     bad = []
     for path in sources():
@@ -219,6 +220,7 @@ def test_kernels_and_mesh_configs_know_nothing_of_ours():
             assert ours == [], name_of(path)
 
 
+@pytest.mark.slow
 def test_nothing_imports_launch():
     bad = [name_of(p) for p in sources() for m, _ in imports(p) if m == "rl_jax.launch"]
     assert bad == []
@@ -363,6 +365,7 @@ def test_readme_gives_every_entry_a_purpose():
 # --- sizes and shapes ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_files_and_functions_stay_readable():
     bad = []
     for path in sources(*PACKAGES, "tests"):

@@ -70,6 +70,7 @@ def test_a_sum_of_products_under_vmap_is_right():
     np.testing.assert_allclose(square(rows), rows[:, 0] ** 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_dry_runs_devices_are_simulated_whatever_the_variables_name():
     code = (
         "from rl_jax import backend; backend.only_simulate(12); import jax\n"

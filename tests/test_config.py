@@ -207,6 +207,7 @@ def children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+@pytest.mark.slow
 def test_unknown_key_answers_in_a_second_without_jax():
     code = (
         "import sys; from rl_jax import config\n"

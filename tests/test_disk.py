@@ -90,6 +90,7 @@ def test_rows_on_both_sides_of_a_kill_are_read(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_no_other_text_file_is_opened_to_append():
     allowed = {("disk.py", "a"), ("run_dir.py", "a+")}  # open_lines itself; the lock
     found = set()

@@ -30,6 +30,8 @@ from rl_jax.testing.envs import EvenEnv
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
 from rl_jax.types import Group, Outcome, Reward, SlotSampling, SyncResult, Trajectory
 
+pytestmark = pytest.mark.slow
+
 CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
 STEPS = 3
 
@@ -154,6 +156,7 @@ class Reference:
         return state, tokens, logprobs
 
 
+@pytest.mark.bits
 def test_synchronous_training_equals_a_straight_loop_bit_for_bit(one_device):
     settings = parse([CONFIG]).settings
     assert settings.rollout.max_new_tokens <= settings.engine.steps_per_block
@@ -169,14 +172,12 @@ def test_synchronous_training_equals_a_straight_loop_bit_for_bit(one_device):
     assert any(row["optim/grad_norm"] > 0 for row in trained), "nothing was learned in either loop"
 
 
-@pytest.mark.slow
 def test_the_sampler_and_the_trainer_agree_at_lag_zero(one_device, split):
     for directory in (one_device, split):
         summary = json.loads((directory / "summary.json").read_text())
         assert 0 < summary["mismatch"]["lag0_mean_abs"] < 1e-5
 
 
-@pytest.mark.slow
 def test_they_agree_at_another_temperature_too(tmp_path):
     run = run_job(tmp_path / "run", "--config.rollout.temperature=0.7", "--config.steps=2")
     summary = json.loads((run / "summary.json").read_text())
@@ -184,7 +185,6 @@ def test_they_agree_at_another_temperature_too(tmp_path):
     assert any(row["optim/grad_norm"] > 0 for row in rows(run))
 
 
-@pytest.mark.slow
 def test_replaying_saved_batches_gives_the_same_loss_on_both_meshes(one_device, tmp_path):
     replay = f"--config.rollout.replay_dir={one_device}"
     runs = [
@@ -196,7 +196,6 @@ def test_replaying_saved_batches_gives_the_same_loss_on_both_meshes(one_device, 
     np.testing.assert_allclose(losses[0], losses[1], atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow
 def test_sampled_tokens_agree_between_the_meshes_at_staleness_zero(one_device, split):
     total = same = 0
     for step in range(1, STEPS + 1):
@@ -218,7 +217,6 @@ def test_the_ledger_accounts_for_every_episode(one_device):
     assert not summary["episodes"]["RUNNING"]
 
 
-@pytest.mark.slow
 def test_asynchronous_training_holds_its_staleness_bound(tmp_path):
     directory = run_job(
         tmp_path, "--mesh=split_8:train1", "--config.rollout.max_staleness=1", "--config.steps=4"
@@ -230,7 +228,6 @@ def test_asynchronous_training_holds_its_staleness_bound(tmp_path):
     assert "mismatch/abs_mean_lag1_pure" in rows(directory)[-1]
 
 
-@pytest.mark.slow
 def test_sum_norm_aggregation_divides_by_the_context_unless_told_otherwise(one_device, tmp_path):
     words = ["--mode=train_only", f"--config.rollout.replay_dir={one_device}", "--config.steps=1"]
     words += ["--config.algorithm.name=sft"]  # its loss is never 0
@@ -268,7 +265,6 @@ def test_sync_that_fails_says_what_failed_on_which_server(state, tries):
     assert f"version 1 ended {state} after {tries} of 3 tries: {detail}" in str(failed.value)
 
 
-@pytest.mark.slow
 def test_rollout_only_saves_episodes_and_trains_nothing(tmp_path):
     directory = run_job(tmp_path / "a", "--mode=rollout_only", "--config.steps=2")
     summary = json.loads((directory / "summary.json").read_text())
@@ -317,7 +313,6 @@ def with_roles(one_device, tmp_path_factory):
 PPO_AND_KL = ("--config.algorithm.name=ppo", "--config.algorithm.kl.coef=0.1")
 
 
-@pytest.mark.slow
 def test_critic_and_reference_are_the_same_ones_after_a_resume(one_device, with_roles, tmp_path):
     replay(tmp_path, one_device, *PPO_AND_KL, "--config.steps=2")
     replay(tmp_path, one_device, *PPO_AND_KL)
@@ -330,7 +325,6 @@ def test_critic_and_reference_are_the_same_ones_after_a_resume(one_device, with_
     assert launch.main([CONFIG, f"--run_dir={tmp_path}", *words, "--config.steps=4"]) == 3
 
 
-@pytest.mark.slow
 def test_critic_and_reference_on_pools_of_their_own_train_the_same(
     one_device, with_roles, tmp_path
 ):
@@ -344,7 +338,6 @@ def test_critic_and_reference_on_pools_of_their_own_train_the_same(
             assert there[name] == pytest.approx(here[name], rel=1e-3, abs=1e-5), name
 
 
-@pytest.mark.slow
 def test_teacher_is_of_its_own_size_and_stays_the_checkpoint_it_was(
     one_device, with_roles, tmp_path, capsys
 ):

@@ -53,6 +53,7 @@ def test_bad_words_exit_2_with_one_line_each_and_no_directory(tmp_path, capsys, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_error_answers_within_seconds_and_without_a_trace(tmp_path):
     start = time.monotonic()
     done = launched("--mesh=split_8", "--config.mesh.pools[2].devices=3", cwd=tmp_path)
@@ -110,6 +111,7 @@ def test_backend_that_is_not_there_is_one_line_and_no_directory(tmp_path):
     assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_reader_that_leaves_early_sees_no_trace():
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m rl_jax.launch --help | true; echo ${{PIPESTATUS[0]}}"],

@@ -65,6 +65,7 @@ def dry_run(directory, capsys, *words):
     return code, out, [line for line in err.splitlines() if line.startswith("error: ")]
 
 
+@pytest.mark.slow
 def test_scripted_episode_goes_through_the_tokenizer_and_back(tmp_path, capsys):
     code, out, errors = dry_run(tmp_path, capsys, ECHO, ROOM)
     assert (code, errors) == (0, [])
@@ -73,6 +74,7 @@ def test_scripted_episode_goes_through_the_tokenizer_and_back(tmp_path, capsys):
     assert trip["num_turns"] > 0 and 0 < trip["num_sampled"] < trip["num_tokens"] <= 128
 
 
+@pytest.mark.slow
 def test_a_notebook_cell_whose_loop_runs_can_run_a_job(tmp_path, capsys):
     async def cell():
         return dry_run(tmp_path, capsys, ECHO, ROOM)
@@ -91,6 +93,7 @@ def test_step_without_a_reward_is_found_by_the_script(tmp_path, capsys):
     assert "give StepResult a reward in every step(), 0.0 for none" in errors[0]
 
 
+@pytest.mark.slow
 def test_environment_without_a_script_shows_its_first_observation(tmp_path, capsys):
     code, out, errors = dry_run(tmp_path, capsys)
     assert (code, errors) == (0, [])
@@ -107,6 +110,7 @@ def test_tokenizer_that_loses_text_is_told_with_both_texts(tmp_path, capsys):
     assert not (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.slow
 def test_script_that_the_tokenizer_cuts_stops_the_dry_run_where_a_warm_start_plays_it(
     tmp_path, capsys
 ):
@@ -129,6 +133,7 @@ def test_environment_that_breaks_in_its_first_episode_is_one_line(tmp_path, caps
 # --- first prompts ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_first_prompt_over_the_context_is_refused_by_task_and_size(tmp_path, capsys):
     code, out, errors = dry_run(tmp_path, capsys, ECHO, "--config.rollout.max_new_tokens=116")
     assert (code, errors) == (0, [])
@@ -183,6 +188,7 @@ def test_a_task_that_says_more_than_the_context_is_refused_before_a_run_starts()
 # --- programs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_programs_of_all_roles_and_of_distinct_servers_are_traced(tmp_path, capsys):
     words = [
         "--mesh=split_8:train2",
@@ -216,6 +222,7 @@ def test_plugin_that_cannot_be_traced_is_one_line_with_the_program(tmp_path, cap
     assert not (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.slow
 def test_kernel_that_only_another_platform_has_is_not_part_of_the_tracing(tmp_path, capsys):
     code, _, errors = dry_run(tmp_path, capsys, "--config.learner.attention=cudnn")
     assert (code, errors) == (0, [])
@@ -257,6 +264,7 @@ def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(
 HUGE = ["--config.model.embed_size=4194304", "--config.model.mlp_size=4194304"]  # a petabyte
 
 
+@pytest.mark.slow
 def test_checkpoint_that_fits_no_disk_is_shown_and_a_run_of_it_refused(tmp_path, capsys):
     code, out, errors = dry_run(tmp_path / "dry", capsys, *HUGE)  # which allocates nothing
     assert (code, errors) == (0, [])
@@ -272,6 +280,7 @@ def test_checkpoint_that_fits_no_disk_is_shown_and_a_run_of_it_refused(tmp_path,
 # --- plan.json -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_run_keeps_the_plan_that_its_dry_run_printed(tmp_path, capsys, monkeypatch):
     assert dry_run(tmp_path / "dry", capsys)[0] == 0
     dry = json.loads((tmp_path / "dry" / "plan.json").read_text())
@@ -289,6 +298,7 @@ def test_run_keeps_the_plan_that_its_dry_run_printed(tmp_path, capsys, monkeypat
     assert kept == {name: dry[name] for name in kept}
 
 
+@pytest.mark.slow
 def test_dry_run_leaves_the_plan_of_a_run_alone_and_refuses_another_config(tmp_path, capsys):
     RunDir.open(tmp_path / "r", parse([CONFIG]).settings, files={"plan.json": "{}"}).close()
     assert dry_run(tmp_path / "r", capsys)[0] == 0

@@ -20,6 +20,7 @@ def raise_in_collector(signum):
         gc.callbacks.remove(callback)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signum, handle, error",
     [(signal.SIGTERM, stop_at_once, Preempted), (signal.SIGINT, interrupt, KeyboardInterrupt)],

@@ -161,6 +161,7 @@ def test_scripts_are_rows_where_no_path_is_given(tmp_path):
     assert list(losses(tmp_path, "sft/loss.held_out")) == [0, 3]
 
 
+@pytest.mark.slow
 def test_dry_run_shows_the_rows_and_needs_no_environment(tmp_path, words, capsys):
     assert run(tmp_path, "--dry_run", *words) == 0
     out = capsys.readouterr().out

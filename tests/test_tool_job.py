@@ -53,6 +53,7 @@ def test_a_directorys_template_carries_the_episodes_of_a_job(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_cannot_be_used_is_one_line_and_exit_2(tmp_path, capsys):
     directory = write(tmp_path / "x", "llama31")
     code, told = dry(directory, tmp_path, capsys, "--config.engine.num_stop_tokens=2")

@@ -93,6 +93,11 @@ class JaxEngine:
         # Copies of pages have as many as a bucket, which no mesh axis need divide.
         self.prefix_sharding = named_sharding((None, *self.spec.axes[1:]), rules_serve, mesh)
         self.visible_buckets = page_buckets(self.spec, settings.context)
+        # What one chunk completes moves together, and so does the longest history.
+        together = self.spec.pages_of(settings.chunk_sizes[-1]) + settings.chunk_requests
+        self.move_buckets = buckets(
+            self.visible_buckets[0], max(settings.table_pages, together)
+        )
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         page_size = self.spec.page_size
         attention = choose_attention(s, rules_serve, mesh, settings.context, page_size)
@@ -185,11 +190,12 @@ class JaxEngine:
         return replace(state, slots=self._disarm(state.slots, rows))
 
     def extract(self, state: DecodeState, pages: np.ndarray) -> Cache:
-        """Copies of the pages i32[n], in order, padded to a bucket: per layer k, v [bucket, page, K, Dh]."""
-        return self._read_pages(state.kv, self._padded_pages(pages))
+        """Copies of at most move_buckets[-1] pages i32[n], in order: per layer k, v [n padded to a bucket, page, K, Dh]."""
+        size = next(bucket for bucket in self.move_buckets if bucket >= len(pages))
+        return self._read_pages(state.kv, _filled(pages, size))
 
     def insert(self, state: DecodeState, kv: Cache, pages: np.ndarray) -> DecodeState:
-        """Write page i of kv, as `extract` gives it, in prefix_sharding, to page pages[i], i32[n]."""
+        """Write page i of kv, as `extract` gives it, in prefix_sharding, to page pages[i], i32[n]; NO_PAGE = nowhere."""
         size = kv[0][0].shape[0]
         return replace(state, kv=self._write_pages(state.kv, kv, _filled(pages, size)))
 
@@ -233,7 +239,7 @@ class JaxEngine:
         for size in self._fresh_sizes:
             state = self.append(params, state, none, fresh_chunk(size, self.num_requests, 1))
             yield f"append of {size} fresh tokens"
-        for bucket in self.visible_buckets:
+        for bucket in self.move_buckets:
             pages = np.full(bucket, NO_PAGE, np.int32)
             kv = self.extract(state, pages)
             yield f"extract of {bucket} pages"
@@ -261,6 +267,7 @@ class JaxEngine:
         twin, made, seen = copy(self), [], set()
         twin.settings = replace(self.settings, chunk_sizes=self.settings.chunk_sizes[-1:])
         twin.visible_buckets = twin.step_buckets = self.visible_buckets[-1:]
+        twin.move_buckets = self.move_buckets[-1:]
         twin._compile(partial(Lowering, made))
         for name, program in vars(twin).items():
             if isinstance(program, Lowering):
@@ -335,9 +342,6 @@ class JaxEngine:
         out = np.full((num_rows, self.settings.table_pages), NO_PAGE, np.int32)
         out[: len(tables), : tables.shape[1]] = tables
         return out
-
-    def _padded_pages(self, pages: np.ndarray) -> np.ndarray:
-        return _filled(pages, self._bucket(len(pages)))
 
     def _chunk_args(self, chunk: PrefillChunk) -> tuple[np.ndarray, ...]:
         if len(chunk.tokens) not in self.settings.chunk_sizes:

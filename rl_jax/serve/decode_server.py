@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kernels.kv import NO_PAGE
 from rl_jax.engine.chunks import pack
 from rl_jax.engine.state import FINISH_REASONS, RUNNING
 from rl_jax.serve import commands
@@ -36,7 +37,7 @@ from rl_jax.serve.loop import Loop, answer
 from rl_jax.serve.request_table import RequestTable
 from rl_jax.serve.sessions import ActiveTurn
 from rl_jax.serve.staging import StagedWeights
-from rl_jax.settings import ServeSettings
+from rl_jax.settings import EngineSettings, ServeSettings
 from rl_jax.types import Ack, BlockTokens, Digest, FinishReason, Prefix, TurnError, TurnRequest
 
 IDLE_S = 1.0  # longest sleep of an idle loop; every command ends it at once
@@ -58,7 +59,7 @@ class DecodeServer:
         hardware: str = "",
         template_sha256: str = "",
     ):
-        """engine: types.Engine with mesh, param_shardings, settings, zero_params, pack, compile_steps.
+        """engine: types.Engine with mesh, param_shardings, settings, spec, zero_params, pack, compile_steps.
         template_sha256: of the Renderer that it is started for.
 
         Starts without weights.
@@ -83,6 +84,7 @@ class DecodeServer:
         )
         self._params: dict[str, Any] | None = None
         self._state: Any = None
+        self._tables = slot_tables(engine.settings)
         self._epoch = 0
         self._rest: tuple[BlockTokens, list[int]] | None = None  # a block's slots not yet delivered
         self._is_paused = False
@@ -268,8 +270,8 @@ class DecodeServer:
         self._loop.doing = f"extending {len(turns)} histories"
         start = time.perf_counter()
         chunk = pack(pieces, self.engine.settings.chunk_sizes)
-        slots = np.array([turn.session.slot for turn in turns], np.int32)
-        self._state = self.engine.append(self._params, self._state, slots, chunk)
+        tables = self._tables[[turn.session.slot for turn in turns]]
+        self._state = self.engine.append(self._params, self._state, tables, chunk)
         self._times["chunk_s"] += time.perf_counter() - start
         self._table.filled(turns, pieces, self.version)
         self._chunks_in_row += 1
@@ -282,11 +284,41 @@ class DecodeServer:
         epochs = list(range(self._epoch, self._epoch + len(turns)))
         self._epoch += len(turns)
         slots = np.array([turn.session.slot for turn in turns], np.int32)
-        prefixes = [turn.prefix for turn in turns]
+        self._insert([turn for turn in turns if turn.prefix is not None])
         sampling = self._table.sampling(turns, epochs)
-        self._state = self.engine.insert(self._state, prefixes, slots, sampling)
+        self._state = self.engine.arm(self._state, slots, sampling)
         for turn, epoch, slot in zip(turns, epochs, slots.tolist()):
             self._events.write(Started(turn.request.key, slot, epoch, self.version))
+
+    def _insert(self, turns: Sequence[ActiveTurn]) -> None:
+        """The pages that came with these turns to those of their slots, once for all that share arrays."""
+        spec = self.engine.spec
+        sources: dict[int, tuple[Any, np.ndarray]] = {}
+        for turn in turns:
+            prefix = turn.prefix
+            assert prefix is not None
+            if not spec.same_pages(prefix.spec):
+                raise ValueError(
+                    f"{self.name}: a prefix of {prefix.spec} does not fit the cache of {spec}; "
+                    "prefill and decode servers must serve the same model in pages of one size"
+                )
+            empty = np.full(prefix.kv[0][0].shape[0], NO_PAGE, np.int32)
+            _, pages = sources.setdefault(id(prefix.kv), (prefix.kv, empty))
+            num = spec.pages_of(prefix.num_tokens)
+            pages[prefix.first : prefix.first + num] = self._tables[turn.session.slot, :num]
+        for kv, pages in sources.values():
+            self._state = self.engine.insert(self._state, kv, pages)
+
+    def _live_tables(self) -> np.ndarray:
+        """Of the running slots, the pages that this block may read or write."""
+        running = self._table.running_turns()
+        ahead = 2 * self.engine.settings.steps_per_block  # tokens of the last block may not be counted yet
+        longest = max(turn.session.num_tokens for turn in running) + ahead
+        tables = np.full_like(self._tables, NO_PAGE)
+        width = self.engine.spec.pages_of(min(longest, self.engine.settings.context))
+        slots = [turn.session.slot for turn in running]
+        tables[slots, :width] = self._tables[slots, :width]
+        return tables
 
     def _generate(self) -> None:
         self._chunks_in_row = 0
@@ -294,7 +326,8 @@ class DecodeServer:
             return
         self._loop.doing = f"generating for {self._table.num_running} requests"
         start = time.perf_counter()
-        self._state, block = self.engine.generate(self._params, self._state)
+        tables = self._live_tables()
+        self._state, block = self.engine.generate(self._params, self._state, tables)
         self._deliver_rest()
         block = fetched(block)
         self._times["block_s"] += time.perf_counter() - start
@@ -412,6 +445,12 @@ class DecodeServer:
             command.reply.fail(RuntimeError(str(error)))
         elif isinstance(command, Drain):
             command.reply.set(True)
+
+
+def slot_tables(settings: EngineSettings) -> np.ndarray:
+    """i32[slots, N]: every slot has pages of its own."""
+    pages = np.arange(settings.slots * settings.table_pages, dtype=np.int32)
+    return pages.reshape(settings.slots, -1)
 
 
 def fetched(block: BlockTokens) -> BlockTokens:

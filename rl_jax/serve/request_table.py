@@ -199,6 +199,9 @@ class RequestTable:
         """Slots that are generating."""
         return list(self._running)
 
+    def running_turns(self) -> list[ActiveTurn]:
+        return list(self._running.values())
+
     def running_turn(self, slot: int, epoch: int) -> ActiveTurn | None:
         """The turn that generates in the slot, unless the epoch is another one's."""
         turn = self._running.get(slot)

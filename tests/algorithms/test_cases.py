@@ -63,6 +63,7 @@ def check(case, dtype="float64", **run):
     assert not wrong, "; ".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_case(case, dtype):
     check(case, dtype)
@@ -77,10 +78,12 @@ def test_order_of_rows_changes_nothing(rows_case):
     check(rows_case, variant="permuted")
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing(padded_case):
     check(padded_case, variant="padded")
 
 
+@pytest.mark.slow
 def test_jit_changes_nothing(few_case):
     with jax.disable_jit():
         check(few_case)

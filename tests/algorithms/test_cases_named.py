@@ -166,6 +166,7 @@ def weighted(case, given):
     return np.where(mask, loss, 0.0), {k: float(a / max(b, 1)) for k, (a, b) in sums.items()}
 
 
+@pytest.mark.slow
 def test_weights_through_a_named_class(weights_case):
     loss, _ = weighted(weights_case, weights(weights_case["params"]))
     close(-loss, weights_case["expected"]["weights"])

@@ -122,12 +122,14 @@ def plant(monkeypatch):
     test_common.jitted.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CAUGHT, ids=lambda kind: kind.__name__)
 def test_a_faulty_algorithm_is_refused(plant, kind):
     with pytest.raises((AssertionError, ValueError)):
         SUITE[CAUGHT[kind]](plant(kind))
 
 
+@pytest.mark.slow
 def test_a_sound_one_is_taken_and_every_check_takes_an_algorithm(plant):
     assert all(
         list(inspect.signature(check).parameters) == ["algorithm"] for check in SUITE.values()

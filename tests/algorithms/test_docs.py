@@ -88,6 +88,7 @@ def example(package, monkeypatch):
     test_common.jitted.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [["--dry_run"], pytest.param(["--config.steps=2"], marks=pytest.mark.slow)]
 )

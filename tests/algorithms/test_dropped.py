@@ -99,6 +99,7 @@ def test_the_other_tokens_keep_the_gradient_that_they_had(name):
     np.testing.assert_allclose(got, np.where(DROPPED, 0, want), rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_loss_is_that_of_the_tokens_that_stay(name):
     """Off policy, against the same rows without the dropped tokens; their sequences count as they did."""
@@ -115,6 +116,7 @@ def test_a_loss_is_that_of_the_tokens_that_stay(name):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_after_filter_divides_by_what_stays():
     x, mask = inputs(far=3.0, near=1e-5), MASK & ~DROPPED
     for name in ("kimi", "gspo", "grpo"):

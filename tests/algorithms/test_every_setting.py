@@ -200,6 +200,7 @@ def test_every_key_is_here():
     assert set(CHANGES) | {"name"} == set(options.KEYS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_setting_of_its_own_has_an_effect(name):
     own = ALGORITHMS[name].defaults

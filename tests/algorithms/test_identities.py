@@ -180,6 +180,7 @@ def test_4_whitening_of_shards_is_whitening_of_the_whole(seed, num_parts):
     np.testing.assert_allclose(np.concatenate(whiten_parts(parts)), whiten(x, mask), atol=1e-12)
 
 
+@pytest.mark.slow
 @FEW
 @given(SEEDS)
 def test_5_kl_estimates_are_not_negative_and_the_unbiased_one_pulls_as_k2(seed):
@@ -239,6 +240,7 @@ def test_7_preference_losses_at_the_reference(beta):
     np.testing.assert_allclose(ipo.loss, 1 / (4 * beta**2), atol=1e-9)
 
 
+@pytest.mark.slow
 @FEW
 @given(
     SEEDS,
@@ -275,6 +277,7 @@ def gradient_of(algorithm, x):
         return np.asarray(jax.grad(total)(jnp.asarray(x.logprobs)))
 
 
+@pytest.mark.slow
 @FEW
 @given(SEEDS, st.integers(1, SLOTS - 1), st.integers(1, 4))
 def test_9_an_observation_changes_no_return_and_no_token_loss(seed, at, width):

@@ -115,6 +115,7 @@ def test_credit_passes_over_observations_of_any_length(width):
     assert not returns[~mask].any() and not advantages[~mask].any() and not plain[~mask].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
 def test_dpo_has_the_gradient_of_its_pairs(kind):
     """Through packing and loss weights: sum(weights * -A log p) pulls each token as the mean pair loss does."""

@@ -361,6 +361,7 @@ def policy_algorithms():
     return [name for name, entry in ALGORITHMS.items() if entry.policy]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", policy_algorithms())
 def test_corrections_only_take_away_and_leave_other_tokens_alone(name):
     """A vetoed sequence gives no gradient; every other token's stays exactly what it was."""

@@ -62,6 +62,7 @@ def test_plain_appends_and_equals_float64():
     assert all((now[3] == old[3]).all() for now, old in zip(kept, cache))
 
 
+@pytest.mark.slow
 def test_kernel_rotates_appends_and_attends_as_plain():
     """Interpreted; 3 queries a group, which the kernel pads, and blocks of 4 that leave a rest."""
     rng, (group, Dh) = np.random.default_rng(), (3, 16)

@@ -55,6 +55,8 @@ def test_turns_appended_in_place_equal_one_forward(engine, params, kit, rng):
         context = context + got.tokens + context_of(rng, 6)
 
 
+@pytest.mark.slow
+@pytest.mark.bits
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_result_is_the_same_in_every_slot_and_company(engine, params, kit, rng, temperature):
     context = context_of(rng, 21)
@@ -81,6 +83,8 @@ def test_result_is_the_same_in_every_slot_and_company(engine, params, kit, rng, 
         results[slot].assert_same(alone)
 
 
+@pytest.mark.slow
+@pytest.mark.bits
 def test_result_does_not_depend_on_block_size(tiny, engine, params, kit, rng):
     context = context_of(rng, 10)
     want = kit.sample_one(engine, params, context, seed=7, num_blocks=3)
@@ -104,6 +108,7 @@ def test_whole_chunked_and_appended_contexts_have_the_same_kv(engine, params, rn
         np.testing.assert_allclose(got, right, atol=1e-5)
 
 
+@pytest.mark.bits
 def test_stopped_and_moved_slot_goes_on_as_if_never_stopped(engine, params, kit, rng):
     context, neighbour = context_of(rng, 12), context_of(rng, 5)
     whole = kit.sample_one(engine, params, context, seed=9, num_blocks=4)
@@ -130,6 +135,7 @@ def test_stopped_and_moved_slot_goes_on_as_if_never_stopped(engine, params, kit,
         state = engine.free(state, np.array([slot], np.int32))
 
 
+@pytest.mark.bits
 def test_slots_that_share_pages_sample_as_if_alone(engine, params, kit, rng):
     """Samples of one prompt of 37 tokens: two whole pages are everybody's, what is left of the third is copied."""
     prompt = context_of(rng, 38)
@@ -223,6 +229,7 @@ def test_nan_weights_end_the_turn_as_an_error_without_tokens(engine, params, kit
     assert (result.tokens, result.finish, result.is_nan) == ([], FinishReason.ERROR, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [
@@ -262,6 +269,7 @@ def test_jit_equals_no_jit(engine, params, rng):
             np.testing.assert_allclose(got, jitted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_after_warmup_nothing_compiles_and_the_state_is_updated_in_place(tiny, kit, rng):
     engine = kit.make_engine(tiny[0], slots=4)
     params = engine.zero_params()
@@ -282,6 +290,7 @@ def test_after_warmup_nothing_compiles_and_the_state_is_updated_in_place(tiny, k
     assert stats.alias_size_in_bytes >= engine.spec.num_bytes  # the donated cache is the new one
 
 
+@pytest.mark.slow
 def test_short_histories_are_read_in_short_tables(tiny, params, kit, rng):
     engine = kit.make_engine(tiny[0], context=300)
     assert engine.visible_buckets == engine.step_buckets == (16, 19)
@@ -302,6 +311,7 @@ def test_short_histories_are_read_in_short_tables(tiny, params, kit, rng):
     assert len(results[1].tokens) == 8
 
 
+@pytest.mark.slow
 def test_a_block_holds_no_second_cache(tiny, kit):
     engine = kit.make_engine(tiny[0], context=4096, steps_per_block=1)
     shapes = jax.eval_shape(lambda: (engine.zero_params(), engine.init_state()))
@@ -381,6 +391,7 @@ def test_chunk_with_a_request_that_goes_on_reads_the_cache(
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_warmup_compiles_the_programs_of_fresh_chunks_too(packing_engine, params, kit, rng):
     packing, _ = packing_engine
     # as without: two chunk sizes in their two forms
@@ -400,6 +411,7 @@ def test_fresh_padding_reaches_as_far_as_a_chunk_can(size, visible, length):
     assert chunk.position[chunk.segment == 0].tolist() == list(range(length))
 
 
+@pytest.mark.slow
 def test_programs_lowered_from_shapes_are_those_that_a_server_runs(engine, params, kit):
     live = len(jax.live_arrays())
     decode, prefill = dict(engine.lower()), dict(engine.lower(decode=False))

@@ -68,6 +68,7 @@ def context_of(rng, n):
     return rng.integers(8, 264, n).tolist()
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_are_the_training_row(engine, params, kit, trained, rng):
     """At lag 0 the sampler's log-probs are the learner's, at the temperature of sampling."""
     contexts = [context_of(rng, n) for n in (2, 17, 30)]
@@ -114,6 +115,7 @@ def test_kv_is_the_same_however_a_context_is_cut(engine, params, rng):
         )
 
 
+@pytest.mark.slow
 def test_sharded_equals_unsharded(gemma, engine, params, kit, rng):
     context = context_of(rng, 25)
     want = kit.sample_one(engine, params, context, seed=3, slot=5)

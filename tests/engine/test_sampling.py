@@ -117,6 +117,7 @@ def test_non_finite_logits_are_flagged_in_their_row_only(value):
     assert draw(logits).nan.tolist() == [True, False]
 
 
+@pytest.mark.slow
 def test_one_pass_over_tiles():
     """Two tiles of 3 ids, drawn by their distribution; bad rows, greedy ones, and one that is filtered."""
     n, p = 4000, np.array([0.1, 0.4, 0.2, 0.3, 1e-20, 1e-20])
@@ -141,6 +142,7 @@ def test_one_pass_over_tiles():
     np.testing.assert_allclose(mixed.logprobs[0], np.log(p[token]), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_split_vocabulary_is_sampled_without_gathering_logits():
     mesh = make_mesh({"tensor": 2}, jax.devices()[:2])
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "tensor"))

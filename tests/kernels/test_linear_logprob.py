@@ -49,6 +49,7 @@ def error(got, want):
     return np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
     "shape, V, chunk, temperature",
@@ -93,6 +94,7 @@ def test_no_position_is_an_empty_result_and_zero_gradients():
     assert of_hidden.shape == (0, 8) and not of_head.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_extreme_logits_give_finite_values_and_gradients(dtype):
     """Logits of about +-1000: one token has all the probability."""
@@ -104,6 +106,7 @@ def test_extreme_logits_give_finite_values_and_gradients(dtype):
     assert (np.asarray(got[1]) >= -1e-6).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [-1, 50, 2**31 - 1])
 def test_target_outside_the_vocabulary_has_probability_zero(bad):
     hidden, head, targets, cotangents = draw((6, 8), 50)
@@ -115,6 +118,7 @@ def test_target_outside_the_vocabulary_has_probability_zero(bad):
     assert np.isfinite(of_hidden).all()
 
 
+@pytest.mark.slow
 def test_chunks_beyond_the_count_are_not_computed():
     """Their inputs may be anything; they give 0 and get no gradient."""
     hidden, head, targets, cotangents = draw((2, 12, 8), 20)
@@ -203,6 +207,7 @@ def test_hopper_kernels_interpreted_give_the_numbers_of_float64():
     assert all(error(g, w) < limit for g, w, limit in zip(got, want, limits, strict=True))
 
 
+@pytest.mark.slow
 def test_hopper_kernels_leave_what_does_not_fit_to_the_portable_way():
     case = draw((20, 24), 300, jnp.bfloat16)  # D is no multiple of 64
     outs = [run(partial(linear_logprob, hopper=o), *case) for o in (None, Hopper(132))]

@@ -136,6 +136,7 @@ def check(got, want, rtol=1e-5):
         assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b) + 1e-9, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("max_segments", [2, 16])
 def test_values_and_gradients_are_those_of_float64(rows, max_segments):
@@ -156,6 +157,7 @@ def test_no_more_segments_than_a_call_takes_need_no_loop(most, loops):
     assert attend.lower(*inputs[:3]).as_text().count("stablehlo.while") == loops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (5, 1)])
 def test_query_heads_read_their_kv_head(heads):
     ids = ids_of(ROWS["ragged"])
@@ -187,6 +189,7 @@ def test_padding_may_hold_anything():
                 assert not np.asarray(jnp.where(padding, a, 0)).any()
 
 
+@pytest.mark.slow
 def test_find_segments_counts_over_rows():
     found = find_segments(jnp.asarray(ids_of([[2, 1], [], [3]], 4)))
     assert found.count == 3
@@ -212,6 +215,7 @@ def exported(function, *inputs, platform="cuda"):
     return export.export(jax.jit(function), platforms=[platform], disabled_checks=allowed)(*inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy, calls", [("nothing_saveable", 2), ("save_only_these_names", 1)])
 def test_a_policy_that_saves_the_name_saves_the_forward_call(policy, calls):
     policy = getattr(jax.checkpoint_policies, policy)
@@ -227,6 +231,7 @@ def test_a_policy_that_saves_the_name_saves_the_forward_call(policy, calls):
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == 1
 
 
+@pytest.mark.slow
 def test_split_over_a_mesh_equals_unsplit():
     ids = np.concatenate([ids_of(ROWS["ragged"]), ids_of(ROWS["an empty row"])])
     inputs = draw(ids)
@@ -238,6 +243,7 @@ def test_split_over_a_mesh_equals_unsplit():
     check(parts, [np.asarray(x, np.float64) for x in whole])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, platform", [("cudnn", "cuda"), ("splash", "tpu")])
 @pytest.mark.parametrize("T", [64, 200])
 def test_lowers_for_accelerators(name, platform, T):
@@ -248,6 +254,7 @@ def test_lowers_for_accelerators(name, platform, T):
     assert found.platforms == (platform,) and target in found.mlir_module()
 
 
+@pytest.mark.slow
 def test_splash_is_given_the_same_function():
     """JAX's own kernel, interpreted; padded to its rows of 128 and heads of 128 lanes."""
     ids = ids_of([[70, 1, 60], [9]], 140)
@@ -277,6 +284,7 @@ def test_unfit_says_why(case, reason):
     assert (unfit(*case) == "") == (reason == "") and reason in unfit(*case)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused():
     ids = ids_of(ROWS["ragged"])
     q, k, v, _ = draw(ids)

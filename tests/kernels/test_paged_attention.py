@@ -60,6 +60,7 @@ def poisoned(cache, tables, end, page=PAGE):
     return tuple(cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_ragged_contexts_in_any_number_of_parts(parts, cap):
@@ -73,6 +74,7 @@ def test_ragged_contexts_in_any_number_of_parts(parts, cap):
     assert not np.asarray(got[2]).any()  # nothing is visible
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [1, 2, 8])
 @pytest.mark.parametrize("rows", [2, 8])
 def test_prefixes_that_sequences_share_are_read_once(rows, run):
@@ -133,6 +135,7 @@ def test_hopper_kernel_interpreted_gives_the_numbers_of_float64(stages):
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [4, 500])
 @pytest.mark.parametrize(("queries", "head_dim"), [(1, 64), (7, 128), (16, 256)])
 def test_hopper_kernel_lowers_for_the_gpu(queries, head_dim, pages):

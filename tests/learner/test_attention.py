@@ -49,6 +49,7 @@ def test_a_kernel_is_not_taken_for_a_model_that_it_does_not_know(caplog):
     assert choose_attention("auto", settings, TRAIN_RULES, mesh, 16)[0] == "cudnn"  # sees all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("T", "window"), [(300, 20), (300, 90), (80, 70), (40, 100)])
 def test_blocks_of_a_layer_with_a_window_are_one_masked_attention(T, window):
     """With gradients; the other layer, without one, sees everything."""
@@ -78,6 +79,7 @@ def test_blocks_of_a_layer_with_a_window_are_one_masked_attention(T, window):
             np.testing.assert_allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_keys_behind_the_window_of_a_block_cost_nothing():
     positions, segments = jnp.arange(2048)[None], jnp.ones((1, 2048), jnp.int32)
     shapes = [jax.ShapeDtypeStruct((1, 2048, n, 8), jnp.float32) for n in (4, 2, 2)]
@@ -89,6 +91,7 @@ def test_keys_behind_the_window_of_a_block_cost_nothing():
     assert flops(128) < 0.25 * flops(0)  # 16 blocks of 128 x 255, of 4 up to 512 x 2048
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{}, {"fsdp": 2, "tensor": 2}])
 def test_rows_lower_for_a_gpu_with_their_gradients(axes):
     mesh = make_mesh(axes, jax.devices()[: 4 if axes else 1])
@@ -110,6 +113,7 @@ def test_rows_lower_for_a_gpu_with_their_gradients(axes):
     assert [found.mlir_module().count(f"@{name}(") for name in CUSTOM_CALLS] == [2, 2]
 
 
+@pytest.mark.slow
 def test_plain_attention_keeps_segments_apart():
     rng = np.random.default_rng()
     segments = jnp.asarray([[1] * 5 + [2] * 7])

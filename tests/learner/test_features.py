@@ -89,6 +89,7 @@ def packed():
     return gradient({}, PACKED)
 
 
+@pytest.mark.slow
 def test_gradients_equal_those_of_the_formula_written_out():
     """One sequence at a time, all logits at once, whole masks."""
     model, params = gemma()
@@ -118,6 +119,7 @@ def test_gradients_equal_those_of_the_formula_written_out():
         np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "members"),
     [
@@ -132,6 +134,7 @@ def test_meshes_and_packing_change_nothing(axes, members):
         np.testing.assert_allclose(found[name], array, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_value_model_has_the_same_trunk():
     model, params = gemma()
     critic = value_model(build_model, tiny_settings(**{**GEMMA, "num_layers": 2}), 40)

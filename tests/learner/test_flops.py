@@ -43,6 +43,7 @@ def test_a_window_bounds_what_a_token_sees():
     assert saved == (15 - 9) * one_pair
 
 
+@pytest.mark.slow
 def test_forward_and_backward_are_what_xla_counts_but_for_the_masked_half():
     model, tokens = build_model(SETTINGS, VOCAB), 128
     params = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), dict(model.abstract))

@@ -127,6 +127,7 @@ def assert_close(got, want, what=""):
 # --- the numbers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gradient_is_clipped_to_its_bound(model_and_params, reference):
     learner = make_learner(model_and_params[0], settings=replace(SETTINGS, grad_clip=1e-3))
     metrics, got = gradient_of(learner, some_groups(), model_and_params[1])
@@ -136,6 +137,7 @@ def test_gradient_is_clipped_to_its_bound(model_and_params, reference):
     assert_close(got, {name: g * 1e-3 / norm for name, g in reference[1].items()})
 
 
+@pytest.mark.slow
 def test_master_weights_keep_updates_that_bfloat16_would_lose(model_and_params):
     model, params = tiny_model(
         num_layers=1, embed_size=16, num_heads=2, num_kv_heads=2, mlp_size=32, dtype="bfloat16"
@@ -152,6 +154,7 @@ def test_master_weights_keep_updates_that_bfloat16_would_lose(model_and_params):
     assert (moved & lost).sum() > 0.5 * moved.sum()
 
 
+@pytest.mark.slow
 def test_loss_gradient_and_update_equal_a_slow_reference(learner, model_and_params, reference):
     params, (loss, gradient) = model_and_params[1], reference
     metrics, got = gradient_of(learner, some_groups(), params)
@@ -187,6 +190,7 @@ def check_layout(model, params, reference, axes, changes):
     assert_close(got, gradient, f"{axes} {changes}")
 
 
+@pytest.mark.slow
 def test_layout_changes_nothing(model_and_params, reference):
     """L13: devices, microbatches, packing and padded lengths, all at once; every loss is in test_layouts.py."""
     check_layout(*model_and_params, reference, *LAYOUT)
@@ -207,6 +211,7 @@ def test_order_of_arrival_changes_nothing(learner, model_and_params):
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_scored_logprobs_are_those_of_the_tempered_distribution(learner, model_and_params):
     """L7: with the same weights trainer and sampler agree, at the temperature of sampling; so do sums of squares."""
     model, params = model_and_params

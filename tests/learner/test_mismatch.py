@@ -21,6 +21,7 @@ def metrics_of(d, lag=0, mixed=False, mask=True):
     return mismatch_metrics(jax.device_get(TOTALS(*(a[None, None] for a in arrays))))
 
 
+@pytest.mark.slow
 def test_each_token_falls_into_one_bucket():
     d = np.array([0.1, -0.2, 0.3, 0.4, -0.5, 0.6, 9.0])
     lag = np.array([0, 0, 1, 2, 9, 12, 0])

@@ -75,6 +75,7 @@ def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
+@pytest.mark.slow
 def test_programs_lowered_from_shapes_are_those_that_a_step_runs(roles):
     live = len(jax.live_arrays())
     lowered = dict(roles.lower(empty_batch(SETTINGS, roles.policy.algorithm.needs)))
@@ -112,6 +113,7 @@ def test_frozen_policy_is_lowered_for_the_weights_it_holds(learner, model_and_pa
 # --- frozen policies ---
 
 
+@pytest.mark.slow
 def test_frozen_policy_scores_as_the_learner_does_by_its_program_and_on_another_mesh(
     learner, model_and_params
 ):
@@ -147,6 +149,7 @@ def test_frozen_policy_keeps_its_weights_while_the_learner_moves(learner, model_
     assert np.abs(learner.score(batch, {"old_logprobs"})["old_logprobs"] - before).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_frozen_reward_model_says_what_it_said_in_training_on_this_mesh_and_another(
     model_and_params,
 ):
@@ -192,6 +195,7 @@ def test_critic_learns_the_returns_and_says_how_well(roles):
         assert not values[~member.loss_mask].any()
 
 
+@pytest.mark.slow
 def test_more_updates_on_a_batch_go_further_until_the_clip_holds_them(roles, monkeypatch):
     batch = batch_for(roles, groups_of())
     roles.critic.step(batch)

@@ -103,6 +103,7 @@ def assert_close(got, want):
         np.testing.assert_allclose(got[name], want[name], atol=2e-6, rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_sft_loss_is_the_mean_over_assistant_tokens_packed_or_not(policy, mesh):
     model, params = policy
     learner, groups = learner_of(model, mesh, Sft(AlgorithmSettings(name="sft"))), groups_of("chat")
@@ -125,6 +126,7 @@ def test_sft_loss_is_the_mean_over_assistant_tokens_packed_or_not(policy, mesh):
     assert found["sft/loss"].count == counts.sum()
 
 
+@pytest.mark.slow
 def test_dpo_of_rows_is_the_pair_loss_and_its_gradient_though_pairs_are_split(policy, mesh):
     model, params = policy
     algorithm = Dpo(AlgorithmSettings(name="dpo", beta=0.3))
@@ -164,6 +166,7 @@ def test_dpo_of_rows_is_the_pair_loss_and_its_gradient_though_pairs_are_split(po
         reference.score(pack(groups_of("ends"), SETTINGS))  # other tokens of them are trained
 
 
+@pytest.mark.slow
 def test_rm_has_the_gradient_of_bradley_terry_on_last_tokens(mesh):
     model = value_model(build_model, tiny_settings(**SMALL), TINY_VOCAB)
     algorithm = Rm(AlgorithmSettings(name="rm", center_coef=0.1))

@@ -135,6 +135,7 @@ def extend(model, params, cache, slots, tokens, positions):
     return model.logits(params, model.hidden(params, tokens, positions, attend)), cache
 
 
+@pytest.mark.slow
 def test_packed_prefill_then_decode_equals_one_forward():
     model, params = model_and_params(True)
     s, context = model.settings, 16
@@ -172,6 +173,7 @@ def test_segments_of_a_row_do_not_see_each_other():
 # --- equal however it is compiled or cut ---------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_jit_equals_no_jit():
     model, params = model_and_params(True)
     jitted = forward(model, params, *batch())
@@ -188,6 +190,7 @@ def one_device_gradients(remat: str = "none"):
     return step(params, *batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["elementwise", "layer"])
 def test_remat_gives_the_same_gradients(remat):
     loss, gradients = one_device_gradients()
@@ -198,6 +201,7 @@ def test_remat_gives_the_same_gradients(remat):
         np.testing.assert_allclose(gradient, remat_gradients[name], atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes, rules",
     [
@@ -318,6 +322,7 @@ def test_missing_weight_is_named():
         model.head(params)
 
 
+@pytest.mark.slow
 def test_packed_weights_give_the_same_hidden_states():
     model, params = model_and_params(True)
     tokens = np.random.default_rng().integers(0, model.vocab_size, (2, 9))

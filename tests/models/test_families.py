@@ -32,6 +32,7 @@ def test_there_is_a_file_for_each_family_and_they_are_small():
     assert max(sizes.values()) < 300_000 and sum(sizes.values()) < 2_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_transformers(name):
     """Of logits of std 2 to 4."""
@@ -75,6 +76,7 @@ OFF = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"), OFF, ids=[f"{name}-{'-'.join(changes)}" for name, changes in OFF]
 )

@@ -120,6 +120,7 @@ def test_shards_and_their_index_hold_the_same(tied, tmp_path):
     assert all(raw(a) == raw(params[n]) for n, a in load(tmp_path, jnp.bfloat16)[1].items())
 
 
+@pytest.mark.slow
 def test_tied_model_has_no_head_and_no_entry_for_one(tied, tmp_path):
     assert "lm_head.weight" not in tensors_of(tied[0])
     saved(tmp_path, "llama", max_shard_bytes=20_000)
@@ -128,6 +129,7 @@ def test_tied_model_has_no_head_and_no_entry_for_one(tied, tmp_path):
     assert "lm_head.weight" not in (tmp_path / "tied" / INDEX).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_an_independent_reader(name, tmp_path):
     model, params = saved(tmp_path, name)

@@ -288,6 +288,7 @@ def check_one_line_or_sound(config):
     return True
 
 
+@pytest.mark.slow
 def test_any_json_in_any_key_is_a_sound_model_or_one_line():
     num_sound = num_refused = 0
     for base in BASES:

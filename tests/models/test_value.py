@@ -20,6 +20,7 @@ def attend(layer, q, k, v):
     return attention(q, k, v, causal_segment_mask(POSITIONS, POSITIONS, ones, ones))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_value_model_of_a_policy_shares_its_hidden_states_and_says_0(tied):
     policy, params = tiny_model(**SMALL, tie_embeddings=tied)

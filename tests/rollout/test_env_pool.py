@@ -224,6 +224,7 @@ def living_in_group(group: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault, kind, message",
     [
@@ -356,6 +357,7 @@ def test_open_waits_for_a_place_with_a_deadline():
     assert not psutil.pid_exists(bench.pids[0])
 
 
+@pytest.mark.slow
 def test_a_place_that_only_fails_uses_up_its_budget():
     bench = Bench([misbehaving("exit", "reset")], max_env_failures=1)
 

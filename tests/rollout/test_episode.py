@@ -372,6 +372,7 @@ def test_environment_that_cannot_be_rendered_or_is_done_at_once_is_a_failure():
     assert Stage(pool=FakePool({"echo": Done})).play().failure.kind == "done_at_reset"
 
 
+@pytest.mark.slow
 def test_hanging_environment_and_hanging_server_end_by_their_deadlines():
     slow_env = FakePool(
         {"echo": EchoEnv}, latency=lambda verb, uid: 60.0 if verb == "step" else 0.0

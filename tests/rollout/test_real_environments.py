@@ -54,6 +54,7 @@ def play(tmp_path, sources, settings, num_steps):
     return batches, counts, result, scripted
 
 
+@pytest.mark.slow
 def test_two_tags_scored_by_environment_and_by_scorer(tmp_path):
     word = TaskSource("word", "rl_jax.testing.envs:EchoEnv", "exact_match", config={"turns": 1})
     settings = replace(SETTINGS, max_staleness=1)

@@ -83,6 +83,7 @@ def test_batches_are_equal_however_quick_each_episode_is(tmp_path):
                 assert x.uid == y.uid and np.array_equal(x.tokens, y.tokens)
 
 
+@pytest.mark.slow
 def test_slow_and_fast_episodes_with_a_sync_mid_stream_and_more_queued_than_may_run_finish(
     tmp_path,
 ):

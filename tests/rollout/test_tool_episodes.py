@@ -194,6 +194,7 @@ ANSWERS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(NAMES), WORDS, st.lists(ANSWERS, max_size=4), st.integers(0, 2**32))
 def test_trained_tokens_are_those_that_were_sampled_whatever_is_said(name, question, script, seed):

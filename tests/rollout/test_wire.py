@@ -28,6 +28,7 @@ def cross(value):
     return wire.loads(line)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     MESSAGES,

@@ -13,6 +13,8 @@ from rl_jax.serve import DecodeServer, PrefillServer, Router
 from rl_jax.settings import EngineSettings, ServeSettings
 from rl_jax.testing.tiny_model import tiny_model
 
+pytestmark = [pytest.mark.slow, pytest.mark.bits]
+
 SETTINGS = EngineSettings(slots=4, context=128, chunk_sizes=(64,), chunk_requests=4)
 
 
@@ -40,6 +42,7 @@ def world():
             server.commit(f"v{version}", kv, 60.0)
 
     prefill, decode = servers
+    publish(0)
     decode.wait_ready(120)
     router = Router([decode], [prefill], SimpleNamespace(pools_for=lambda tag: ()))
     yield SimpleNamespace(publish=publish, router=router, prefill=prefill, decode=decode)
@@ -71,7 +74,6 @@ def computed(world, before):
 
 
 def test_ten_turns_compute_each_tokens_kv_once_per_version(world, kit):
-    world.publish(0)
     before = counters(world)
     turns, context = asyncio.run(episode(world, kit, "once", 10))
     made = computed(world, before)

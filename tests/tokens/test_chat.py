@@ -75,6 +75,7 @@ def test_lone_surrogates_become_the_replacement_character():
     assert TOKENIZER.encode("\ud835") == TOKENIZER.encode("\ufffd")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(
     MESSAGES,

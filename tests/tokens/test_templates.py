@@ -220,6 +220,7 @@ def hostile_strings(num):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_thousand_hostile_strings_make_no_control_token(name):
     """The control tokens of a conversation are those of the same conversation about nothing."""
@@ -251,6 +252,7 @@ def test_hostile_content_is_said_as_it_is(name):
         assert f"a{said}z".encode("utf-16", "surrogatepass").decode("utf-16", "replace") in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dress", ["{}", "{}\n", " {}", "{0}{0}", "a{}"])
 def test_probe_characters_in_content_are_content(name, dress):
@@ -320,6 +322,7 @@ def conversation(renderer, first, turns, tools=()):
     return messages, sampled, np.concatenate(seen)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from([n for n in NAMES if FAMILIES[n].keeps and n != "gemma3"]), WORDS, TALK)
 def test_turns_put_behind_each_other_are_the_whole_rendering(name, question, turns):

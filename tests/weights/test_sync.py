@@ -92,6 +92,7 @@ def fail(at, error=RuntimeError("boom")):
     return fault
 
 
+@pytest.mark.slow
 def test_published_weights_are_the_trained_ones_on_every_server(fleet):
     f = fleet()
     result = f.sync.publish(f.train.params, 0)
@@ -210,6 +211,7 @@ def test_server_that_raises_is_fenced_with_its_cause(fleet, phase):
     assert f.servers["decode.1"].version == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["stage", "digest", "commit"])
 def test_server_that_hangs_is_fenced_by_the_deadline(fleet, phase):
     f = fleet()
@@ -324,6 +326,7 @@ def test_buffers_in_transit_are_never_reused(kit):
         assert all(np.array_equal(np.asarray(arrays[n]), x) for n, x in host.items())
 
 
+@pytest.mark.slow
 def test_no_more_buckets_are_sent_than_may_be_in_flight(fleet):
     """Memory on both sides is bounded by buckets, however slow a server is."""
     sent = []

@@ -132,6 +132,7 @@ def test_only_the_targets_bytes_cross(kit):
     ]
 
 
+@pytest.mark.slow
 def test_any_pair_of_meshes_is_covered_exactly(kit):
     """Pure geometry over many mesh pairs, two-axis specs in both orders included."""
     shape = (24, 24)

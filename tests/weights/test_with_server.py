@@ -74,6 +74,7 @@ def greedy_ref(model, params) -> list[int]:
     return tokens[10:]
 
 
+@pytest.mark.slow
 def test_server_samples_from_the_published_weights_and_keeps_them_when_a_sync_aborts(world):
     model, first, places, server, sync = world
     second = jax.jit(model.init)(jax.random.key(1))
