@@ -246,8 +246,8 @@ class SlotSampling:
 class Prefix:
     """KV of tokens [start, num_tokens) of a context, in pages on one server's devices: what moves between servers."""
 
-    # per layer (k, v), device arrays [pages padded to a bucket, page_size, K, Dh]; of requests prefilled together they are
-    # the same arrays, so they move as one
+    # per layer (k, v), device arrays [pages padded to a bucket, page_size, K, Dh]; requests prefilled together share
+    # them, so that they move as one
     kv: tuple[tuple[Any, Any], ...]
     first: int  # this one's first page there
     start: int  # a multiple of the page size; the KV before it is where the pages go to

@@ -95,9 +95,7 @@ class JaxEngine:
         self.visible_buckets = page_buckets(self.spec, settings.context)
         # What one chunk completes moves together, and so does the longest history.
         together = self.spec.pages_of(settings.chunk_sizes[-1]) + settings.chunk_requests
-        self.move_buckets = buckets(
-            self.visible_buckets[0], max(settings.table_pages, together)
-        )
+        self.move_buckets = buckets(self.visible_buckets[0], max(settings.table_pages, together))
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         page_size = self.spec.page_size
         attention = choose_attention(s, rules_serve, mesh, settings.context, page_size)
@@ -190,12 +188,12 @@ class JaxEngine:
         return replace(state, slots=self._disarm(state.slots, rows))
 
     def extract(self, state: DecodeState, pages: np.ndarray) -> Cache:
-        """Copies of at most move_buckets[-1] pages i32[n], in order: per layer k, v [n padded to a bucket, page, K, Dh]."""
+        """Copies of at most move_buckets[-1] pages i32[n], in order: per layer k, v [bucket, page, K, Dh]."""
         size = next(bucket for bucket in self.move_buckets if bucket >= len(pages))
         return self._read_pages(state.kv, _filled(pages, size))
 
     def insert(self, state: DecodeState, kv: Cache, pages: np.ndarray) -> DecodeState:
-        """Write page i of kv, as `extract` gives it, in prefix_sharding, to page pages[i], i32[n]; NO_PAGE = nowhere."""
+        """Write page i of kv (of `extract`, in prefix_sharding) to page pages[i], i32[n]; NO_PAGE = nowhere."""
         size = kv[0][0].shape[0]
         return replace(state, kv=self._write_pages(state.kv, kv, _filled(pages, size)))
 

@@ -312,7 +312,9 @@ class DecodeServer:
     def _live_tables(self) -> np.ndarray:
         """Of the running slots, the pages that this block may read or write."""
         running = self._table.running_turns()
-        ahead = 2 * self.engine.settings.steps_per_block  # tokens of the last block may not be counted yet
+        ahead = (
+            2 * self.engine.settings.steps_per_block
+        )  # tokens of the last block may not be counted yet
         longest = max(turn.session.num_tokens for turn in running) + ahead
         tables = np.full_like(self._tables, NO_PAGE)
         width = self.engine.spec.pages_of(min(longest, self.engine.settings.context))

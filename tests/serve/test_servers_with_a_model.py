@@ -15,7 +15,7 @@ from rl_jax.testing.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
 
-SETTINGS = EngineSettings(slots=4, context=128, chunk_sizes=(64,), chunk_requests=4)
+SETTINGS = EngineSettings(slots=4, context=128, page_size=16, chunk_sizes=(64,), chunk_requests=4)
 
 
 @pytest.fixture(scope="module")
