@@ -53,7 +53,7 @@ def choose_attention(
     """The best for this mesh, and contexts of at most so many tokens (0 = not known) in pages of page_size."""
     device = mesh.devices.flat[0]
     slots, pages, heads = mesh_axes(("slots", "pages", "kv_heads"), rules)
-    split = prod(mesh.shape[axis] for axis in {*slots, *pages}) > 1
+    split = mesh.size > 1 and prod(mesh.shape[axis] for axis in {*slots, *pages}) > 1
     reasons = {
         TRITON: decode_attention.unfit(
             device.platform, settings.dtype, settings.head_dim, page_size
