@@ -31,7 +31,7 @@ Pair = tuple[jax.Array, jax.Array]  # k and v
 class Tuning:
     block: int = 64  # positions of a load, at most; a divisor of the page size is taken
     num_warps: int = 4
-    num_stages: int = 3  # loads under way
+    num_stages: int = 5  # loads under way: of page ids, and of the pages that they name
     interpret: bool = False  # on CPU, for tests
 
 
@@ -68,7 +68,7 @@ def decode_attention(
     """
     _, S, K, rows, Dh = product.shape
     if tuning is None:  # few programs: one has a multiprocessor, and its memory, for itself
-        tuning = Tuning(num_stages=4 if S * K <= 2 * 132 else 3)
+        tuning = Tuning(num_stages=6 if S * K <= 2 * 132 else 5)
     position, active, tables = where
     live = jnp.where(active, position, -1).astype(jnp.int32)
     cos, sin = rotation
