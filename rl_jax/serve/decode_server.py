@@ -3,7 +3,8 @@ which things happen to it.
 
 One iteration of the loop, between any two of which commands are obeyed:
 1. Commands: requests, aborts, releases, pause, drain, commit, fence.
-2. Deadlines. 3. Waiting turns get slots; a Prefix handed over is used if its version allows it.
+2. Deadlines. 3. Waiting turns get slots and pages; what the prefix tree has of their history is shared, and a
+Prefix handed over is used if its version allows it.
 4. At most one chunk extends KV: suffixes of live histories, contexts that came without a Prefix,
    rebuilding after a swap.
 5. Turns whose KV is complete are armed (Started). 6. One block is generated, unless other turns
@@ -32,12 +33,13 @@ from rl_jax.engine.chunks import pack
 from rl_jax.engine.state import FINISH_REASONS, RUNNING
 from rl_jax.serve import commands
 from rl_jax.serve.commands import Add, Command, Commit, Drain, OnDone
-from rl_jax.serve.events import Event, EventStream, Finished, Started, Swapped, Tokens
+from rl_jax.serve.events import Event, EventStream, Finished, Parked, Started, Swapped, Tokens
 from rl_jax.serve.loop import Loop, answer
+from rl_jax.serve.paging import Paging
 from rl_jax.serve.request_table import RequestTable
 from rl_jax.serve.sessions import ActiveTurn
 from rl_jax.serve.staging import StagedWeights
-from rl_jax.settings import EngineSettings, ServeSettings
+from rl_jax.settings import ServeSettings
 from rl_jax.types import Ack, BlockTokens, Digest, FinishReason, Prefix, TurnError, TurnRequest
 
 IDLE_S = 1.0  # longest sleep of an idle loop; every command ends it at once
@@ -68,8 +70,10 @@ class DecodeServer:
         self.name, self.pool, self.engine, self.settings = name, pool, engine, settings
         self.tags, self.hardware = tuple(tags), hardware
         self.version = -1  # of the weights in use; written by the server's thread
+        size = engine.settings
+        self._paging = Paging(engine.spec, size.slots, size.table_pages)
         self._table = RequestTable(
-            name, pool, engine.settings, settings, fresh_apart=engine.packs_fresh
+            name, pool, size, settings, self._paging, fresh_apart=engine.packs_fresh
         )
         self._events = EventStream(self._table.consume)
         self._staged = StagedWeights(name, engine.param_shardings, engine.pack)
@@ -84,7 +88,6 @@ class DecodeServer:
         )
         self._params: dict[str, Any] | None = None
         self._state: Any = None
-        self._tables = slot_tables(engine.settings)
         self._epoch = 0
         self._rest: tuple[BlockTokens, list[int]] | None = None  # a block's slots not yet delivered
         self._is_paused = False
@@ -139,7 +142,7 @@ class DecodeServer:
     def live_tokens(self, session: str, version: int) -> int:
         """Tokens of the session whose KV a turn under this version could reuse here, as of now."""
         held = self._table.sessions.get(session)
-        if held is None or held.slot is None:
+        if held is None:
             return 0
         fits = self._table.kv_policy == "keep" or not held.is_mixed(version)
         return held.kv_tokens if fits else 0
@@ -254,6 +257,7 @@ class DecodeServer:
             self._end([turn], FinishReason.ERROR, table.deadline_error(turn))
         if self._can_serve:
             table.admit(self.version)
+            self._copy()
             self._extend()
             self._arm()
             if not table.num_filling or self._chunks_in_row >= self.settings.chunks_per_block:
@@ -263,6 +267,11 @@ class DecodeServer:
         waited = self._times["block_s"] + self._times["chunk_s"] - waited
         self._times["host_s"] += time.perf_counter() - start - waited
 
+    def _copy(self) -> None:
+        """Pages that admitted turns share in part, before anybody writes to them."""
+        if (pages := self._paging.take_copies()) is not None:
+            self._state = self.engine.copy(self._state, *pages)
+
     def _extend(self) -> None:
         turns, pieces = self._table.pieces()
         if not turns:
@@ -270,7 +279,7 @@ class DecodeServer:
         self._loop.doing = f"extending {len(turns)} histories"
         start = time.perf_counter()
         chunk = pack(pieces, self.engine.settings.chunk_sizes)
-        tables = self._tables[[turn.session.slot for turn in turns]]
+        tables = self._paging.tables[[turn.session.slot for turn in turns]]
         self._state = self.engine.append(self._params, self._state, tables, chunk)
         self._times["chunk_s"] += time.perf_counter() - start
         self._table.filled(turns, pieces, self.version)
@@ -305,30 +314,34 @@ class DecodeServer:
             empty = np.full(prefix.kv[0][0].shape[0], NO_PAGE, np.int32)
             _, pages = sources.setdefault(id(prefix.kv), (prefix.kv, empty))
             num = spec.pages_of(prefix.num_tokens)
-            pages[prefix.first : prefix.first + num] = self._tables[turn.session.slot, :num]
+            pages[prefix.first : prefix.first + num] = self._paging.tables[turn.session.slot, :num]
         for kv, pages in sources.values():
             self._state = self.engine.insert(self._state, kv, pages)
 
-    def _live_tables(self) -> np.ndarray:
-        """Of the running slots, the pages that this block may read or write."""
-        running = self._table.running_turns()
-        ahead = (
-            2 * self.engine.settings.steps_per_block
-        )  # tokens of the last block may not be counted yet
-        longest = max(turn.session.num_tokens for turn in running) + ahead
-        tables = np.full_like(self._tables, NO_PAGE)
-        width = self.engine.spec.pages_of(min(longest, self.engine.settings.context))
-        slots = [turn.session.slot for turn in running]
-        tables[slots, :width] = self._tables[slots, :width]
-        return tables
+    def _make_room(self) -> None:
+        """See that every running slot has pages for what a block writes; who came last gives way."""
+        table, context = self._table, self.engine.settings.context
+        for turn in sorted(table.running_turns(), key=lambda turn: turn.order):
+            while turn.is_running:
+                session = turn.session
+                if self._paging.grow(session.slot, min(session.num_tokens + table.lead, context)):
+                    break
+                self._deliver_rest()
+                last = table.last_admitted()
+                if last.is_running:
+                    self._stop_slots([last.session.slot])
+                self._events.write(Parked(last.request.key))
 
     def _generate(self) -> None:
         self._chunks_in_row = 0
+        self._make_room()
         if not self._table.num_running:
             return
         self._loop.doing = f"generating for {self._table.num_running} requests"
         start = time.perf_counter()
-        tables = self._live_tables()
+        tables = np.full_like(self._paging.tables, NO_PAGE)
+        slots = self._table.running_slots()
+        tables[slots] = self._paging.tables[slots]
         self._state, block = self.engine.generate(self._params, self._state, tables)
         self._deliver_rest()
         block = fetched(block)
@@ -447,12 +460,6 @@ class DecodeServer:
             command.reply.fail(RuntimeError(str(error)))
         elif isinstance(command, Drain):
             command.reply.set(True)
-
-
-def slot_tables(settings: EngineSettings) -> np.ndarray:
-    """i32[slots, N]: every slot has pages of its own."""
-    pages = np.arange(settings.slots * settings.table_pages, dtype=np.int32)
-    return pages.reshape(settings.slots, -1)
 
 
 def fetched(block: BlockTokens) -> BlockTokens:

@@ -23,7 +23,6 @@ import numpy as np
 
 from rl_jax.engine.chunks import Piece, choose, pack
 from rl_jax.serve.commands import Abort, Commit, Fence
-from rl_jax.serve.decode_server import slot_tables
 from rl_jax.serve.loop import Loop, answer
 from rl_jax.serve.staging import StagedWeights
 from rl_jax.serve.transfer import move, tokens_sha
@@ -91,7 +90,9 @@ class PrefillServer:
         )
         self._params: dict[str, Any] | None = None
         self._state: Any = None  # None while it compiles
-        self._tables = slot_tables(engine.settings)
+        size = engine.settings
+        pages = np.arange(size.slots * size.table_pages, dtype=np.int32)
+        self._tables = pages.reshape(size.slots, -1)
         self._free_rows = list(range(engine.settings.slots))
         self._jobs: list[Job] = []  # by priority, then arrival
         self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)

@@ -85,7 +85,7 @@ def test_ten_turns_compute_each_tokens_kv_once_per_version(world, kit):
     # One swap after turn 4: what was there then is computed once more, under the new version, and nothing else.
     before = counters(world)
     swap = lambda turn: world.publish(1) if turn == 4 else None
-    turns, context = asyncio.run(episode(world, kit, "twice", 10, after=swap))
+    turns, context = asyncio.run(episode(world, kit, "twice", 10, seed=1, after=swap))
     made = computed(world, before)
     at_swap = 20 + 4 * 9 + 3 - 1
     assert sum(made.values()) == len(context) - 6 - 1 + at_swap
