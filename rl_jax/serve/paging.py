@@ -90,7 +90,7 @@ class Paging:
         self._counts[slot] = 0
 
     def take_copies(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """(sources, targets) i32[n] to copy on the device now, before anything else is written; None if there are none."""
+        """(sources, targets) i32[n] to copy on the device now, before anything else is written; or None."""
         if not self._copies:
             return None
         copies, self._copies = np.array(self._copies, np.int32), []

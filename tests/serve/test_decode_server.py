@@ -87,19 +87,21 @@ def test_sessions_between_turns_hold_no_slot_and_who_waits_for_one_is_told(kit):
     stats = d.server.stats()
     assert (stats["sessions"], stats["free_slots"]) == (9, 4)
     d.gate.close()
-    generating = [d.turns.start(kit.request(f"e{i}", [i] * 5, turn=1)) for i in range(4)]
-    kit.until(lambda: d.server.stats()["running"] + d.server.stats()["filling"] > 0)
-    late = d.turns.start(kit.request("late", deadline_s=0.05))
+    generating = [
+        d.turns.start(kit.request(f"e{i}", [i] * 5, turn=1, max_new_tokens=40)) for i in range(4)
+    ]
+    d.gate.arrive()
+    kit.until(lambda: (d.gate.step(), d.server.stats()["running"] == 4)[1])
+    late = d.turns.start(kit.request("late", deadline_s=0.01))
     waiting = d.turns.start(kit.request("next"))
-    d.gate.step(3)
-    d.gate.open()
-    with pytest.raises(
-        TurnError, match="0 of 4 slots and .* of 32 pages are free; run fewer"
-    ) as error:
+    time.sleep(0.02)
+    d.gate.step()
+    line = "0 of 4 slots and .* of 32 pages are free; run fewer"
+    with pytest.raises(TurnError, match=line) as error:
         late.result(kit.PATIENCE_S)
     assert (error.value.kind, error.value.retryable) == ("deadline", True)
-    for future in (*generating, waiting):
-        assert len(future.result(kit.PATIENCE_S).tokens) == 6
+    d.gate.open()
+    assert [len(f.result(kit.PATIENCE_S).tokens) for f in (*generating, waiting)] == [40] * 4 + [6]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_a_server_that_fills_up_fills_first(kit, chunks_per_block, seen):
     d.gate.open()
     for i, future in enumerate(futures):
         num = 20 if i else 40
-        want = d.engine.expected(list(range(5)), num)
+        want = d.engine.expected(list(range(i, i + 5)), num)
         assert future.result(kit.PATIENCE_S).tokens.tolist() == want
 
 
