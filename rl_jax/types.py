@@ -199,7 +199,7 @@ class Sampler(Protocol):
         ...
 
     def release(self, session: str) -> None:
-        """The episode ended: its history may be evicted. Needed because a live episode keeps its slot between turns."""
+        """The episode ended: KV that serves it alone is of no use any more."""
         ...
 
     def version(self) -> int:
