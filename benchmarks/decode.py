@@ -1,7 +1,7 @@
 """Decode: steps of the engine's own `generate` at Qwen2.5-1.5B's shapes against the bytes that a step must read.
 
     python benchmarks/decode.py                       # one Hopper GPU, 64 and 256 slots
-    python benchmarks/decode.py --ways engine cudnn "XLA products" plain        # other ways beside it
+    python benchmarks/decode.py --ways engine "XLA products" plain        # other ways beside it
     python benchmarks/decode.py --profile out.json    # also kernel times of one block each
     python benchmarks/decode.py --tiny                # CPU: that it runs; its times mean nothing
 
@@ -33,7 +33,7 @@ CONTEXT, LONGEST, SPREAD = (
 )  # of the cache; the longest context at start, and the shortest below it
 STEPS, BLOCKS = 32, 5
 
-WAYS = ("engine", "cudnn", "XLA products", "plain")
+WAYS = ("engine", "XLA products", "plain")
 
 # Milliseconds a step, one H100 at 2.9 TB/s (limits 1.72 and 3.70). Earlier runs of this program on such a card gave
 # 2.94 and 5.90, with attention's loads three deep, its grid slots first, and every product by XLA: of the step of 64
@@ -41,9 +41,7 @@ WAYS = ("engine", "cudnn", "XLA products", "plain")
 PREDICTIONS = {
     "64 slots": 2.45,  # attention 31 us, no sums and no SwiGLU by themselves: 14 us a layer and 5 kernels fewer
     "256 slots": 5.7,  # heads side by side read the same pages: attention 120 -> 113 us
-    "64 slots, cudnn": 2.85,  # joined weights and the sampling in one pass
     "64 slots, XLA products": 2.7,
-    "256 slots, cudnn": 5.6,
 }
 
 
@@ -99,7 +97,7 @@ def make_engine(shape, slots: int, way: str):
 
     import kernels.decode_rows
     from rl_jax.engine import JaxEngine
-    from rl_jax.engine.attention import CUDNN, PLAIN
+    from rl_jax.engine.attention import PLAIN
     from rl_jax.mesh import SERVE_RULES, make_mesh
     from rl_jax.models.decoder import build_model
 
@@ -108,7 +106,7 @@ def make_engine(shape, slots: int, way: str):
     )
     model = build_model(shape, shape.vocab_size)
     engine = JaxEngine(model, make_mesh({}, jax.devices()[:1]), SERVE_RULES, settings, "decode")
-    others = {"cudnn": CUDNN, "plain": PLAIN}
+    others = {"plain": PLAIN}
     if way in others:
         engine.step = replace(engine.step, attention=others[way])
         engine._compile()
@@ -141,7 +139,15 @@ def armed_state(engine):
         stop_token_ids=np.full((S, engine.settings.num_stop_tokens), -1, np.int32),
         epoch=full(0, np.int32),
     )  # fmt: skip
-    return engine.insert(state, [None] * S, np.arange(S, dtype=np.int32), sampling)
+    return engine.arm(state, np.arange(S, dtype=np.int32), sampling)
+
+
+def scattered_tables(engine):
+    """i32[S, N]: every slot's pages, anywhere in the cache."""
+    import numpy as np
+
+    order = np.random.default_rng(0).permutation(engine.spec.num_pages)
+    return order.reshape(engine.settings.slots, -1).astype(np.int32)
 
 
 def measure(engine, params, name: str, with_profile: bool) -> dict:
@@ -153,14 +159,14 @@ def measure(engine, params, name: str, with_profile: bool) -> dict:
     from benchmarks.kernel_times import kernel_times
 
     errors = check(engine, params, name)
-    state = armed_state(engine)
+    state, tables = armed_state(engine), scattered_tables(engine)
     start = time.perf_counter()
-    compiled = engine._generate.lower(params, state).compile().memory_analysis()
+    compiled = engine._generate.lower(params, state, tables).compile().memory_analysis()
     compile_s = time.perf_counter() - start
     held = [state]
 
     def block():
-        held[0], made = engine.generate(params, held[0])
+        held[0], made = engine.generate(params, held[0], tables)
         return made
 
     for _ in range(2):
@@ -202,24 +208,32 @@ def check(engine, params, name: str) -> dict:
     import jax.numpy as jnp
     import numpy as np
 
+    from rl_jax.models.features import Form
+
     rng = np.random.default_rng()
-    S, T, K, Dh = engine.spec.shape
-    H = engine.model.settings.num_heads
+    pages, page, K, Dh = engine.spec.shape
+    S, T, H = engine.settings.slots, engine.settings.context, engine.model.settings.num_heads
+    tables = scattered_tables(engine)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), engine.dtype)
     q, new = draw(S, H, Dh), (draw(S, K, Dh), draw(S, K, Dh))
-    cache = (draw(S, T, K, Dh), draw(S, T, K, Dh))
+    cache = (draw(pages, page, K, Dh), draw(pages, page, K, Dh))
     position = jnp.asarray(np.minimum(rng.integers(0, T, S), T - 1), jnp.int32).at[0].set(0)
     active = jnp.ones(S, bool).at[1].set(False)
-    got, kept = jax.jit(engine.step.attention.of_heads)(q, new, cache, (position, active))
+    where = position, active, jnp.asarray(tables)
+    got, kept = jax.jit(lambda *args: engine.step.attention.of_heads(*args, Form()))(
+        q, new, cache, where
+    )
     for old, x, now in zip(cache, new, kept, strict=True):
         want = np.asarray(old).copy()
         rows = np.flatnonzero(np.asarray(active))
-        want[rows, np.asarray(position)[rows]] = np.asarray(x)[rows]
+        at = np.asarray(position)[rows]
+        want[tables[rows, at // page], at % page] = np.asarray(x)[rows]
         assert (want == np.asarray(now)).all(), "the cache holds other than the new k and v"
     worst = 0.0
     for s in np.flatnonzero(np.asarray(active))[:8]:
         n = int(position[s]) + 1
-        k, v = (np.repeat(np.asarray(c[s, :n], np.float64), H // K, axis=1) for c in kept)
+        k, v = (np.asarray(c[tables[s]], np.float64).reshape(-1, K, Dh)[:n] for c in kept)
+        k, v = (np.repeat(x, H // K, axis=1) for x in (k, v))
         scores = np.einsum("hd,thd->ht", np.asarray(q[s], np.float64), k) * Dh**-0.5
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         out = np.einsum("ht,thd->hd", weights / weights.sum(-1, keepdims=True), v)
@@ -252,7 +266,8 @@ def logprob_errors(engine, params) -> dict:
             given, given_state = wide(params), replace(state, kv=wide(state.kv))
         run = jax.jit(partial(programs.generate, model, step=step))
         with jax.default_matmul_precision("highest"):
-            found.append([np.asarray(x)[:, 0] for x in run(given, given_state)[1][:2]])
+            made = run(given, given_state, scattered_tables(engine))[1]
+            found.append([np.asarray(x)[:, 0] for x in made[:2]])
         del given, given_state
     tokens, logprobs = found[2]
     same = [one[0] == tokens for one in found[:2]]

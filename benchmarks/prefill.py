@@ -1,14 +1,14 @@
-"""Prefill: the engine's own `prefill` and `append` of packed ragged prompts at Qwen2.5-1.5B's shapes.
+"""Prefill: the engine's `append` of packed ragged prompts at Qwen2.5-1.5B's shapes.
 
     python benchmarks/prefill.py                      # one Hopper GPU
-    python benchmarks/prefill.py --ways "prefill, 8192" "append, 8192, tiles"      # some of the ways
+    python benchmarks/prefill.py --ways "append, 8192" "append, 8192, tiles"      # some of the ways
     python benchmarks/prefill.py --profile out.json   # also kernel times of one chunk each
     python benchmarks/prefill.py --tiny               # CPU: that it runs; its times mean nothing
 
 What runs: 256 prompts of 832 to 1,088 tokens ("even": of 960 each, as vLLM was measured), packed whole into chunks as
 the servers pack them (engine/chunks.py), each chunk one dispatch, none waited for but the last. `append` writes to the
-slots' cache of 256 x 1,152 positions; `prefill` makes prefixes. "tiles" is the path that reads the cache, which runs
-where a request goes on.
+pages of 256 contexts of 1,152 tokens; "extract" copies them out too, as a prefill server does. "tiles" is the path that
+reads the cache, which runs where a request goes on.
 Limit: FLOPs of matrices and of the visible half of attention (no head, no last layer's mlp: nothing reads them) over
 the card's own matmul rate in the same run. Target: 75 % of it, and vLLM 0.21's rate with prompts of 960 tokens
 (200 k tokens a second on an H200, 190 k on an H100). Before anything is timed the keys are checked against the path
@@ -30,16 +30,16 @@ from rl_jax.settings import EngineSettings  # noqa: E402
 
 PROMPTS, MEAN, SPREAD, CONTEXT = 256, 960, 128, 1152
 WAYS = (
-    "prefill, 16384", "append, 16384", "append, 16384, even", "prefill, 8192", "prefill, 4096",
+    "extract, 16384", "append, 16384", "append, 16384, even", "extract, 8192", "extract, 4096",
     "append, 8192, tiles",
 )  # fmt: skip
 
 # Milliseconds of all 256 prompts on one H100 at 700 TFLOP/s of XLA's own product: 640 TFLOP of matrices, 20 of
 # attention. SwiGLU and norms as kernels of their own move 1.2 GB a layer and chunk of 8192: 0.4 ms beside 0.95.
 PREDICTIONS = {
-    "prefill, 8192": 1450.0,
-    "prefill, 4096": 1500.0,
-    "prefill, 16384": 1190.0,  # 1268 before, of it 40 for a last chunk that was nearly empty, 25 for atomic writes
+    "extract, 8192": 1450.0,
+    "extract, 4096": 1500.0,
+    "extract, 16384": 1190.0,  # 1268 before, of it 40 for a last chunk that was nearly empty, 25 for atomic writes
     "append, 16384": 1190.0,
     "append, 16384, even": 1190.0,
     "append, 8192, tiles": 3000.0,
@@ -99,7 +99,7 @@ def make_engine(shape, way: str, tiny: bool):
 
 
 def chunks_of(engine, lengths, rng):
-    """[(slots, chunk)]: whole prompts, as a server takes them from its line."""
+    """[(tables, chunk)]: whole prompts, as a server takes them from its line."""
     import numpy as np
 
     from rl_jax.engine.chunks import Piece, choose, pack
@@ -113,7 +113,9 @@ def chunks_of(engine, lengths, rng):
         waiting = [one for one in waiting if one not in taken]
         draw = lambda n: rng.integers(0, engine.model.vocab_size, n).astype(np.int32)
         chunk = pack([Piece(draw(n), 0) for _, n in taken], s.chunk_sizes)
-        out.append((np.array([slot for slot, _ in taken], np.int32), chunk))
+        slots = [slot for slot, _ in taken]
+        tables = np.arange(engine.spec.num_pages, dtype=np.int32).reshape(s.slots, -1)[slots]
+        out.append((tables, chunk))
     return out
 
 
@@ -133,13 +135,13 @@ def measure(engine, params, way: str, tiny: bool, with_profile: bool) -> dict:
     state = [engine.init_state()]
 
     def run(chunks):
-        if way.startswith("append"):
-            for slots, chunk in chunks:
-                state[0] = engine.append(params, state[0], slots, chunk)
-            return state[0].kv
-        for slots, chunk in chunks:
-            kv = engine.prefill(params, chunk, [None] * len(slots))[0].kv
-        return kv
+        kv = None
+        for tables, chunk in chunks:
+            state[0] = engine.append(params, state[0], tables, chunk)
+            if way.startswith("extract"):
+                used = [row[: engine.spec.pages_of(n)] for row, n in zip(tables, chunk.lengths)]
+                kv = engine.extract(state[0], np.concatenate(used))
+        return kv or state[0].kv
 
     start = time.perf_counter()
     jax.block_until_ready(run(chunks))
@@ -183,13 +185,13 @@ def check(engine, params, chunk) -> float:
 
     from rl_jax.engine.engine import tile_of
 
-    requests = int((chunk.lengths > 0).sum())
-    got = engine.prefill(params, chunk, [None] * requests)[0].kv[-1][0]
-    visible = engine._visible(chunk)
-    rows = np.arange(engine.num_requests, dtype=np.int32)
-    want = engine._extend_scratch(
-        params, engine._scratch(visible), *engine._chunk_args(chunk), rows,
-        visible=visible, tile=tile_of(len(chunk.tokens)), fresh=None,
+    tables = np.arange(engine.spec.num_pages, dtype=np.int32).reshape(engine.settings.slots, -1)
+    tables = tables[: engine.num_requests]
+    got = engine.append(params, engine.init_state(), tables, chunk).kv[-1][0]
+    want = engine._extend(
+        params, engine.init_state().kv, *engine._chunk_args(chunk),
+        engine._tables(tables, engine.num_requests),
+        visible=engine._visible(chunk), tile=tile_of(len(chunk.tokens)), fresh=None,
     )[-1][0]  # fmt: skip
     got, want = (np.asarray(jax.device_get(x), np.float32) for x in (got, want))
     error = float(np.abs(got - want).mean() / np.abs(want).mean())

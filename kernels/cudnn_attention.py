@@ -1,4 +1,4 @@
-"""cuDNN's fused attention as XLA custom calls: causal over ragged sequences (forward and backward), and decode.
+"""cuDNN's fused attention as XLA custom calls: causal over ragged sequences, forward and backward.
 
 XLA's GPU compiler turns these calls into cuDNN graphs. They are written here rather than taken from `jax.nn` because
 that function asks for the cuDNN library and the device while tracing, so it neither lowers on a machine without a GPU
@@ -70,18 +70,6 @@ def backward(
     return of_q, of_k, of_v
 
 
-def decode(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
-    """One query a row over its row's cache.
-
-    Args: q: [S, H, Dh].  k, v: [S, T, K, Dh].  lengths: i32[S], the positions that are read, at least 1.
-    """
-    S, H, Dh = q.shape
-    config = _config(q[:, None], lengths, _FORWARD_DOTS, mask="PADDING", context=k.shape[1])
-    result = jax.ShapeDtypeStruct((S, H, 1, Dh), q.dtype)
-    operands = (q[:, None], k, v, jnp.ones_like(lengths), lengths)
-    return _call(FORWARD, [result], 1, config, operands)[0][:, :, 0]
-
-
 def _ragged(q: jax.Array, k: jax.Array, lengths: jax.Array, starts: jax.Array) -> tuple:
     """Lengths [B, M] of q's and k's sequences, and their offsets [B, M + 1] in elements."""
     B, T, H, Dh = q.shape
@@ -105,10 +93,7 @@ def _call(target: str, results: list, num_by_head: int, config: str, operands: t
     return list(call(*operands))[:-1]
 
 
-def _config(
-    q: jax.Array, lengths: jax.Array, dots: dict[str, Any], *, mask="PADDING_CAUSAL", context=0
-) -> str:
-    """context: columns of k and v, where they are not q's."""
+def _config(q: jax.Array, lengths: jax.Array, dots: dict[str, Any]) -> str:
     B, T, H, Dh = q.shape
     fmha = {
         "algorithm": {
@@ -121,7 +106,7 @@ def _config(
         "fmha_scale": Dh**-0.5,
         "intermediate_tensor_shape": {
             "element_type": {"bfloat16": "BF16", "float16": "F16"}[q.dtype.name],
-            "dimensions": [str(n) for n in (B, H, T, context or T)],
+            "dimensions": [str(n) for n in (B, H, T, T)],
             "tuple_shapes": [],
             "layout": {
                 "dim_level_types": [],
@@ -138,7 +123,7 @@ def _config(
             "is_dynamic_dimension": [False] * 4,
         },
         "is_flash_attention": True,
-        "mask_type": mask,
+        "mask_type": "PADDING_CAUSAL",
         **{f"{name}_dot_dimension_numbers": _dot(*dims) for name, dims in dots.items()},
         "dropout_rate": 0.0,
         "seed": 42,

@@ -1,10 +1,10 @@
-"""Attention of a decode step over a contiguous cache: bias, rope, append in place and softmax in one Triton kernel.
+"""Attention of a decode step over a paged cache: bias, rope, append in place and softmax in one Triton kernel.
 
 A program owns one slot's one kv head: it takes the head's queries, key and value from the layer's product, writes the
-new k, v to the cache, starts the softmax from them (they are in registers, so that the write is waited for by nobody)
-and streams the live positions before them through shared memory. Nothing beyond a slot's length is read; a slot that is
-not active reads and writes nothing. Scores are computed transposed, positions by queries, so that the streamed side is
-the tall one of each product, as wgmma takes it from shared memory.
+new k, v to its page, starts the softmax from them (they are in registers, so that the write is waited for by nobody)
+and streams the live positions before them, page by page, through shared memory. Nothing beyond a slot's length is
+read; a slot that is not active reads and writes nothing. Scores are computed transposed, positions by queries, so that
+the streamed side is the tall one of each product, as wgmma takes it from shared memory.
 Triton is the dull way to a kernel that is bound by memory; Pallas deprecates it, and with it gone `unfit` says so.
 """
 
@@ -22,7 +22,6 @@ except ImportError:  # a JAX without it
     plgpu: Any = None
 
 MIN_ROWS = 16  # of a product on tensor cores; a kv head's queries are padded to it
-MIN_PROGRAMS = 96  # fewer leave most multiprocessors without work
 LOG2_E = 1.4426950408889634
 
 Pair = tuple[jax.Array, jax.Array]  # k and v
@@ -30,14 +29,14 @@ Pair = tuple[jax.Array, jax.Array]  # k and v
 
 @dataclass(frozen=True)
 class Tuning:
-    block: int = 64  # positions of a load
+    block: int = 64  # positions of a load, at most; a divisor of the page size is taken
     num_warps: int = 4
-    num_stages: int = 3  # loads under way
+    num_stages: int = 5  # loads under way: of page ids, and of the pages that they name
     interpret: bool = False  # on CPU, for tests
 
 
-def unfit(platform: str, dtype: Any, head_dim: int, programs: int) -> str:
-    """Why the kernel should not run there; "" if it should. programs: slots times kv heads of one device."""
+def unfit(platform: str, dtype: Any, head_dim: int, page_size: int) -> str:
+    """Why the kernel should not run there; "" if it should."""
     if plgpu is None:
         return "this jax has no Pallas Triton"
     if platform not in ("gpu", "cuda"):
@@ -46,8 +45,8 @@ def unfit(platform: str, dtype: Any, head_dim: int, programs: int) -> str:
         return f"the kernel is for bfloat16 and float16, the dtype is {jnp.dtype(dtype).name}"
     if head_dim < 16 or head_dim & (head_dim - 1):
         return f"the kernel needs head_dim to be a power of 2 from 16 on, it is {head_dim}"
-    if programs < MIN_PROGRAMS:
-        return f"{programs} slots times kv heads are fewer than {MIN_PROGRAMS}"
+    if page_size % MIN_ROWS or page_size & (page_size - 1):
+        return f"the kernel needs pages of {MIN_ROWS}, 32, 64, ... tokens, they have {page_size}"
     return ""
 
 
@@ -56,23 +55,25 @@ def decode_attention(
     bias: jax.Array | None,
     rotation: tuple[jax.Array, jax.Array],
     cache: Pair,
-    slots: tuple[jax.Array, jax.Array],
+    where: tuple[jax.Array, jax.Array, jax.Array],
     tuning: Tuning | None = None,
 ) -> tuple[jax.Array, Pair]:
     """(out [S, H, Dh], the cache, in place, with the new k and v at the position of active slots).
 
     Args: product: [P, S, K, G + 2, Dh], a kv head's queries, its key, its value, in parts that are summed and rounded.
           bias: [K, G + 2, Dh], added and rounded.
-          rotation: f32[S, Dh / 2] cosines and sines of queries and keys.  cache: k, v [S, T, K, Dh].
-          slots: position i32[S] of the new k, v, and active bool[S]; the result of the others is their new v.
+          rotation: f32[S, Dh / 2] cosines and sines of queries and keys.  cache: k, v [P, page, K, Dh].
+          where: position i32[S] of the new k, v, active bool[S] (the result of the others is their new v), and the page
+          tables i32[S, N], which list a page for every position up to the new one.
     """
     _, S, K, rows, Dh = product.shape
     if tuning is None:  # few programs: one has a multiprocessor, and its memory, for itself
-        tuning = Tuning(num_stages=4 if S * K <= 2 * 132 else 3)
-    live = jnp.where(slots[1], slots[0], -1).astype(jnp.int32)
+        tuning = Tuning(num_stages=6 if S * K <= 2 * 132 else 5)
+    position, active, tables = where
+    live = jnp.where(active, position, -1).astype(jnp.int32)
     cos, sin = rotation
     cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-    inputs = [live, product, *([] if bias is None else [bias]), cos, sin, *cache]
+    inputs = [live, tables, product, *([] if bias is None else [bias]), cos, sin, *cache]
     out = jax.ShapeDtypeStruct((S, K * (rows - 2), Dh), cache[0].dtype)
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache]
     call = pl.pallas_call(
@@ -91,11 +92,12 @@ def decode_attention(
 
 
 def _body(refs: tuple, has_bias: bool, tuning: Tuning) -> None:
-    live, product, *bias, cos, sin, k_cache, v_cache, out, k_out, v_out = refs
+    live, tables, product, *bias, cos, sin, k_cache, v_cache, out, k_out, v_out = refs
     assert len(bias) == has_bias
     slot, head = pl.program_id(1), pl.program_id(0)
     group, Dh = product.shape[3] - 2, product.shape[4]
-    rows, block = max(MIN_ROWS, pl.next_power_of_2(group)), tuning.block
+    page_size = k_cache.shape[1]
+    rows, block = max(MIN_ROWS, pl.next_power_of_2(group)), min(tuning.block, page_size)
     position = live[slot]
     new = _Rows(product, bias, (cos[slot], sin[slot]), (slot, head), out.dtype)
     queries = new.rotated(rows, group)
@@ -103,13 +105,14 @@ def _body(refs: tuple, has_bias: bool, tuning: Tuning) -> None:
 
     @pl.when(position >= 0)
     def _():
-        k_out[slot, position, head] = k
-        v_out[slot, position, head] = v
+        page, place = tables[slot, lax.div(position, page_size)], lax.rem(position, page_size)
+        k_out[page, place, head] = k
+        v_out[page, place, head] = v
 
     scale = Dh**-0.5 * LOG2_E
     top = jnp.sum(queries.astype(jnp.float32) * k.astype(jnp.float32)[None], axis=1) * scale
     mixed = jnp.broadcast_to(v.astype(jnp.float32)[:, None], (Dh, rows))
-    stream = _Stream(k_cache, v_cache, (slot, head), queries.T, block)
+    stream = _Stream(k_cache, v_cache, tables, (slot, head), queries.T, block)
     carry = (top, jnp.ones_like(top), mixed)
     before = jnp.maximum(position, 0)
     whole = lax.div(before, block)
@@ -161,14 +164,17 @@ class _Stream:
 
     k: Any
     v: Any
-    place: tuple
+    tables: Any
+    place: tuple  # (slot, kv head)
     queries: jax.Array  # [Dh, rows]
     block: int
 
     def part(self, start, carry, scale: float, mask=None):
         """The carry (top [rows], total [rows], mixed [Dh, rows]) with the positions [start, start + block)."""
         top, total, mixed = carry
-        where = (self.place[0], pl.ds(start, self.block), self.place[1])
+        page_size = self.k.shape[1]
+        page = self.tables[self.place[0], lax.div(start, page_size)]
+        where = (page, pl.ds(lax.rem(start, page_size), self.block), self.place[1])
         how = {}
         if mask is not None:
             wide = lax.broadcast_in_dim(mask, (self.block, self.k.shape[-1]), (0,))

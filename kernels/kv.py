@@ -1,14 +1,16 @@
 """KVSpec: the one description of how a KV cache lies in memory.
 
 The kernel that reads a cache picks its layout; engines, prefix transfer and memory plans take shapes
-from the spec and hard-code nothing. Two caches may exchange prefixes when `same_tokens` holds.
-Layout "slots": per layer two separate arrays k and v, each [num_pages, page_size, num_kv_heads,
-head_dim]; a page is a whole slot, so page_size is the context and num_pages the number of slots.
+from the spec and hard-code nothing. Two caches may exchange pages when `same_pages` holds.
+Layout "pages": per layer two separate arrays k and v, each [num_pages, page_size, num_kv_heads,
+head_dim]. Which pages hold a context, and in which order, says its page table; NO_PAGE fills a table
+behind the last one: what is written there is dropped, what is read there is masked by position.
 """
 
 from dataclasses import dataclass
 
-LAYOUTS = ("slots",)
+LAYOUTS = ("pages",)
+NO_PAGE = -1
 # Bytes of an element. bfloat16 is no numpy dtype, so sizes are looked up by name.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -18,10 +20,10 @@ class KVSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    page_size: int  # tokens of one page; the context where layout is "slots"
-    num_pages: int  # the number of slots where layout is "slots"
+    page_size: int  # tokens of one page
+    num_pages: int
     dtype: str  # float32 | bfloat16
-    layout: str = "slots"
+    layout: str = "pages"
 
     def __post_init__(self):
         if self.layout not in LAYOUTS:
@@ -39,11 +41,11 @@ class KVSpec:
     @property
     def axes(self) -> tuple[str | None, ...]:
         """Logical axes of `shape`, for the sharding rules of a server."""
-        return ("slots", None, "kv_heads", "head_dim")
+        return ("pages", None, "kv_heads", "head_dim")
 
-    def prefix_shape(self, num_tokens: int) -> tuple[int, int, int]:
-        """Of one layer's k, and of its v, in a Prefix of num_tokens (padded) tokens."""
-        return (num_tokens, self.num_kv_heads, self.head_dim)
+    def pages_of(self, num_tokens: int) -> int:
+        """Pages that so many tokens take."""
+        return -(-num_tokens // self.page_size)
 
     @property
     def token_bytes(self) -> int:
@@ -56,7 +58,8 @@ class KVSpec:
         """Bytes of the whole cache, all shards together."""
         return self.token_bytes * self.num_pages * self.page_size
 
-    def same_tokens(self, other: "KVSpec") -> bool:
-        """True where a token's KV of one cache means the same in the other, whatever their sizes."""
-        mine = (self.num_layers, self.num_kv_heads, self.head_dim, self.dtype)
-        return mine == (other.num_layers, other.num_kv_heads, other.head_dim, other.dtype)
+    def same_pages(self, other: "KVSpec") -> bool:
+        """True where a page of one cache means the same in the other, however many each has."""
+        mine = (self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, self.dtype)
+        theirs = (other.num_layers, other.num_kv_heads, other.head_dim, other.page_size)
+        return mine == (*theirs, other.dtype)

@@ -133,18 +133,18 @@ def memory_rows(
 ) -> list[tuple[str, int, int, int, int]]:
     """(server or train pool, bytes of one device, weights, optimizer + gradients, KV), from abstract shapes alone.
 
-    A role is counted as of the policy's size. Activations, the staged copy of a sync (one more "weights") and a prefill
-    server's scratch cache come on top.
+    A role is counted as of the policy's size. Activations and the staged copy of a sync (one more "weights") come on
+    top.
     """
     served = jnp.dtype(settings.model.dtype).itemsize
     master = jnp.dtype(settings.model.param_dtype).itemsize
     m, e = settings.model, settings.engine
-    cache = KVSpec(m.num_layers, m.num_kv_heads, m.head_dim, e.context, e.slots, m.dtype)
+    page = min(e.page_size, e.context)
+    cache = KVSpec(m.num_layers, m.num_kv_heads, m.head_dim, page, e.cache_pages, m.dtype)
     rows = []
     for server in plan.servers:
         weights = _sharded_size(model, server.rules, server.axes) * served
-        holds_slots = server.kind != "prefill"
-        kv = cache.num_bytes // _num_shards(cache.axes, server.rules, server.axes) * holds_slots
+        kv = cache.num_bytes // _num_shards(cache.axes, server.rules, server.axes)
         rows.append((server.name, weights + kv, weights, 0, kv))
     if plan.train is not None:
         size = _sharded_size(model, plan.train.rules, plan.train.axes)

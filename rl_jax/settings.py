@@ -87,8 +87,10 @@ class MeshSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    slots: int = 32  # live histories one server holds
-    context: int = 256  # tokens a slot holds
+    slots: int = 32  # requests one server generates for at once
+    context: int = 256  # most tokens of one history
+    page_size: int = 64  # tokens of one page of the KV cache; a shorter context is one page
+    num_pages: int = 0  # pages of the KV cache; 0 = as many as all slots take at full context
     steps_per_block: int = 4  # decode steps per dispatch
     # packed prefill / append sizes that are compiled, ascending
     chunk_sizes: tuple[int, ...] = (64, 512)
@@ -96,6 +98,16 @@ class EngineSettings:
     num_stop_tokens: int = 4  # most stop token ids of one request
     # longest suffix a decode server appends itself; longer ones go to a prefill server
     append_limit: int = 256
+
+    @property
+    def table_pages(self) -> int:
+        """Pages of a history that fills the context."""
+        return -(-self.context // min(self.page_size, self.context))
+
+    @property
+    def cache_pages(self) -> int:
+        """num_pages, or what stands in its place."""
+        return self.num_pages or self.slots * self.table_pages
 
 
 @dataclass(frozen=True)

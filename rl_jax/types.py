@@ -199,7 +199,7 @@ class Sampler(Protocol):
         ...
 
     def release(self, session: str) -> None:
-        """The episode ended: its history may be evicted. Needed because a live episode keeps its slot between turns."""
+        """The episode ended: KV that serves it alone is of no use any more."""
         ...
 
     def version(self) -> int:
@@ -244,18 +244,19 @@ class SlotSampling:
 
 @dataclass(frozen=True)
 class Prefix:
-    """KV of the first num_tokens tokens of a context, on one server's devices (per layer k, v)."""
+    """KV of tokens [start, num_tokens) of a context, in pages on one server's devices: what moves between servers."""
 
-    # per layer (k, v), device arrays [R, tokens padded to a bucket, K, Dh]
+    # per layer (k, v), device arrays [pages padded to a bucket, page_size, K, Dh]; requests prefilled together share
+    # them, so that they move as one
     kv: tuple[tuple[Any, Any], ...]
+    first: int  # this one's first page there
+    start: int  # a multiple of the page size; the KV before it is where the pages go to
     num_tokens: int
     version: int
     adapter: str | None
-    tokens_sha: str
+    tokens_sha: str  # of tokens [0, num_tokens): all that the KV was computed from
     spec: Any  # kernels.kv.KVSpec
     routes: np.ndarray | None = None
-    # requests prefilled together share arrays [R, tokens, ...], so they move as one: this one's row
-    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -274,19 +275,21 @@ class BlockTokens:
 
 
 class Engine(Protocol):
-    """JetStream's verbs and two more; device side only: no threads, queues or text; donates the state it is given."""
+    """The device side of serving: no threads, queues or text; donates the state it is given.
+
+    JetStream's verbs over a paged cache: its prefill is `append` to pages of a prefill server and `extract`, its insert
+    is `insert` and `arm`. Tables list the pages of a context in order (i32, kernels.kv.NO_PAGE behind the last); their
+    owner is the host.
+    """
 
     def init_state(self) -> Any: ...
-    def prefill(
-        self, params, chunk: PrefillChunk, prefixes: Sequence[Prefix | None]
-    ) -> tuple[Prefix, ...]: ...
-    def insert(
-        self, state, prefixes: Sequence[Prefix | None], slots: np.ndarray, sampling: SlotSampling
-    ) -> Any: ...
-    def append(self, params, state, slots: np.ndarray, chunk: PrefillChunk) -> Any: ...
-    def generate(self, params, state) -> tuple[Any, BlockTokens]: ...
-    def extract(self, state, slot: int) -> Prefix: ...
+    def append(self, params, state, tables: np.ndarray, chunk: PrefillChunk) -> Any: ...
+    def arm(self, state, slots: np.ndarray, sampling: SlotSampling) -> Any: ...
+    def generate(self, params, state, tables: np.ndarray) -> tuple[Any, BlockTokens]: ...
     def free(self, state, slots: np.ndarray) -> Any: ...
+    def extract(self, state, pages: np.ndarray) -> Any: ...
+    def insert(self, state, kv: Any, pages: np.ndarray) -> Any: ...
+    def copy(self, state, source: np.ndarray, target: np.ndarray) -> Any: ...
 
 
 # --- trajectories --------------------------------------------------------------------------------------------------

@@ -69,6 +69,8 @@ INTERVALS = {
     "model.max_context": "[0, inf)",
     "engine.slots": "[1, inf)",
     "engine.context": "[2, inf)",
+    "engine.page_size": "[1, inf)",
+    "engine.num_pages": "[0, inf)",
     "engine.steps_per_block": "[1, inf)",
     "engine.chunk_requests": "[1, inf)",
     "engine.num_stop_tokens": "[1, inf)",
@@ -334,6 +336,11 @@ def _engine(s: Settings) -> Iterator[str]:
     sizes = list(e.chunk_sizes)
     if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
         yield f"engine.chunk_sizes={tuple(sizes)} must be positive and ascending, at least one"
+    if e.page_size > 0 and e.context > 0 and 0 < e.num_pages < e.table_pages:
+        yield (
+            f"engine.num_pages={e.num_pages} is below the {e.table_pages} pages of engine.page_size={e.page_size} that"
+            f" one history of engine.context={e.context} takes; use at least {e.table_pages}, or 0 for all slots'"
+        )
     if s.rollout.max_new_tokens >= e.context:
         yield (
             f"rollout.max_new_tokens={s.rollout.max_new_tokens} leaves no room for a prompt in"

@@ -128,19 +128,21 @@ class Reference:
     def turn(self, params, state, context, known, seed):
         """What the slot lacks of the context is appended, then a block is generated."""
         s, slot = self.s, np.zeros(1, np.int32)
+        tables = np.arange(s.engine.slots * s.engine.table_pages, dtype=np.int32)
+        tables = tables.reshape(s.engine.slots, -1)
         params = self.engine.pack(dict(params))
         for start in range(known, len(context) - 1, s.engine.chunk_sizes[-1]):
             piece = context[start : min(start + s.engine.chunk_sizes[-1], len(context) - 1)]
             chunk = pack_chunk([Piece(np.array(piece, np.int32), start)], s.engine.chunk_sizes)
-            state = self.engine.append(params, state, slot, chunk)
+            state = self.engine.append(params, state, tables[:1], chunk)
         stops = self.renderer.tokenizer.stop_token_ids
         padded = [*stops, *[-1] * (s.engine.num_stop_tokens - len(stops))]
 
         def one(value, dtype):
             return np.array([value], dtype)
 
-        state = self.engine.insert(
-            state, [None], slot,
+        state = self.engine.arm(
+            state, slot,
             SlotSampling(
                 one(context[-1], np.int32), one(len(context), np.int32), one(seed, np.uint64),
                 one(0, np.int32), one(s.rollout.max_new_tokens, np.int32), one(1.0, np.float32),
@@ -148,7 +150,9 @@ class Reference:
                 one(1, np.int32),
             ),
         )  # fmt: skip
-        state, block = self.engine.generate(params, state)  # max_new_tokens fits into one block
+        state, block = self.engine.generate(
+            params, state, tables
+        )  # max_new_tokens fits into one block
         valid = np.asarray(block.valid)[0]
         tokens, logprobs = (
             np.asarray(a)[0][valid].tolist() for a in (block.tokens, block.logprobs)

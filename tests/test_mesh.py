@@ -287,7 +287,9 @@ def test_kv_spec_sizes():
     assert spec.shape == (5, 16, 3, 8)
     assert spec.token_bytes == 2 * 2 * 3 * 8 * 2
     assert spec.num_bytes == 5 * 16 * spec.token_bytes
-    assert spec.same_tokens(replace(spec, num_pages=1, page_size=64))
-    assert not spec.same_tokens(replace(spec, dtype="float32"))
-    with pytest.raises(ValueError, match="layout='pages'"):
-        replace(spec, layout="pages")
+    assert [spec.pages_of(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+    assert spec.same_pages(replace(spec, num_pages=1))
+    assert not spec.same_pages(replace(spec, page_size=64))
+    assert not spec.same_pages(replace(spec, dtype="float32"))
+    with pytest.raises(ValueError, match="layout='slots'"):
+        replace(spec, layout="slots")

@@ -1,8 +1,8 @@
 """Attention of the engine: of a decode step, and of a chunk whose requests all start at position 0.
 
-A decode step writes each slot's new k, v to its cache row and attends over what is live of it: `triton`
-(kernels/decode_attention.py) does both in one kernel and reads live positions only; `cudnn` appends apart and reads
-live positions only, also with few slots; `plain` runs anywhere, for every model, and reads whole rows.
+A decode step writes each slot's new k, v to the page that its table lists and attends over what is live: `triton`
+(kernels/decode_attention.py) does both in one kernel and reads live positions only; `plain` runs anywhere, for every
+model, and gathers all pages of the tables it is given.
 A chunk of fresh requests looks at nothing but itself: it is a packed row for a kernel of kernels/packed_attention.py,
 which reads no cache and holds no scores. Without one, and where a request goes on, programs.extend reads the cache.
 What runs is chosen once, from the mesh's first device, when the engine is built, and is logged with the reasons.
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels import cudnn_attention, decode_attention
+from kernels import decode_attention
 from kernels.packed_attention import KERNELS, Split, unfit
 from rl_jax.mesh import RulesLike, mesh_axes
 from rl_jax.models.attention import Attend, attention, packed_attend
@@ -29,16 +29,18 @@ from rl_jax.settings import ModelSettings
 LOG = logging.getLogger(__name__)
 
 Pair = tuple[jax.Array, jax.Array]  # k and v
+# Of slots: position i32[S] of the new k, v, active bool[S], and the page tables i32[S, N].
+Where = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
 class StepAttention:
-    """What runs. Both give (out [S, H, Dh], the cache with the new k, v); slots: (position i32[S], active bool[S])."""
+    """What runs. Both give (out [S, H, Dh], the cache with the new k, v)."""
 
     name: str
-    # (q [S, H, Dh], new k and v [S, K, Dh], cache k and v [S, T, K, Dh], slots, the layer's form, which only `plain`
+    # (q [S, H, Dh], new k and v [S, K, Dh], cache k and v [P, page, K, Dh], slots, the layer's form, which only `plain`
     # reads: the kernels are not chosen for models where it says anything)
-    of_heads: Callable[[jax.Array, Pair, Pair, Pair, Form], tuple[jax.Array, Pair]]
+    of_heads: Callable[[jax.Array, Pair, Pair, Where, Form], tuple[jax.Array, Pair]]
     # One device only, where it brings kernels for the whole layer (models.attention.FusedAttend):
     # (product [P, S, K, G + 2, Dh] in parts, bias [K, G + 2, Dh] or None, (cos, sin) f32[S, Dh / 2], cache, slots)
     of_product: Callable[..., tuple[jax.Array, Pair]] | None = None
@@ -46,19 +48,18 @@ class StepAttention:
 
 
 def choose_attention(
-    settings: ModelSettings, slots: int, rules: RulesLike, mesh: Mesh, context: int = 0
+    settings: ModelSettings, rules: RulesLike, mesh: Mesh, context: int = 0, page_size: int = 0
 ) -> StepAttention:
-    """The best for this mesh, so many slots, and contexts of at most so many tokens (0 = not known)."""
+    """The best for this mesh, and contexts of at most so many tokens (0 = not known) in pages of page_size."""
     device = mesh.devices.flat[0]
-    capability = getattr(device, "compute_capability", "")
-    split = mesh_axes(("slots", "kv_heads"), rules)
-    shards = prod(mesh.shape[axis] for axes in split for axis in axes) if mesh.size > 1 else 1
-    programs = slots * settings.num_kv_heads // shards
-    dtype, head_dim = settings.dtype, settings.head_dim
-    odd = attention_unfit(settings, context)
+    slots, pages, heads = mesh_axes(("slots", "pages", "kv_heads"), rules)
+    split = mesh.size > 1 and prod(mesh.shape[axis] for axis in {*slots, *pages}) > 1
     reasons = {
-        TRITON: decode_attention.unfit(device.platform, dtype, head_dim, programs) or odd,
-        CUDNN: unfit("cudnn", device.platform, capability, dtype, head_dim) or odd,
+        TRITON: decode_attention.unfit(
+            device.platform, settings.dtype, settings.head_dim, page_size
+        )
+        or attention_unfit(settings, context)
+        or ("a slot's pages may lie on other devices of its data axis" if split else ""),
         PLAIN: "",
     }
     best = next(attention for attention, why in reasons.items() if not why)
@@ -72,7 +73,7 @@ def choose_attention(
         device.device_kind,
         "; ".join(dict.fromkeys(why)),
     )
-    return best if best is PLAIN or mesh.size == 1 else by_shard(best, mesh, *split)
+    return best if best is PLAIN or mesh.size == 1 else by_shard(best, mesh, heads)
 
 
 # (i32[C] segment of each packed token, -1 padding; how many there are at most) -> the attention of the row [1, C]
@@ -103,35 +104,51 @@ def choose_chunk_attention(
     return lambda segment, most: packed_attend(segment[None] + 1, fits[0], split, most)
 
 
-def by_shard(step: StepAttention, mesh: Mesh, slots, heads) -> StepAttention:
-    """step on each device's own slots and heads; slots, heads: the mesh axes that split them."""
-    rows, cache = PartitionSpec(slots, heads), PartitionSpec(slots, None, heads)
-    slot = PartitionSpec(slots)
+def by_shard(step: StepAttention, mesh: Mesh, heads) -> StepAttention:
+    """step on each device's own heads; heads: the mesh axes that split them."""
+    rows, cache = PartitionSpec(None, heads), PartitionSpec(None, None, heads)
+    whole = PartitionSpec()
     sharded = jax.shard_map(
-        lambda q, new, cache, slots: step.of_heads(q, new, cache, slots, Form()),
+        lambda q, new, cache, where: step.of_heads(q, new, cache, where, Form()),
         mesh=mesh,
-        in_specs=(rows, (rows, rows), (cache, cache), (slot, slot)),
+        in_specs=(rows, (rows, rows), (cache, cache), (whole, whole, whole)),
         out_specs=(rows, (cache, cache)),
         check_vma=False,
     )
     return StepAttention(step.name, lambda *arrays_and_form: sharded(*arrays_and_form[:4]))
 
 
-def append(new: Pair, cache: Pair, slots: Pair) -> Pair:
+def append(new: Pair, cache: Pair, where: Where) -> Pair:
     """The cache with each active slot's new k, v [K, Dh] at its position."""
-    position, active = slots
-    S = position.shape[0]
-    row = jnp.where(active, jnp.arange(S), S)
-    k, v = (c.at[row, position].set(x, mode="drop") for c, x in zip(cache, new, strict=True))
+    position, active, tables = where
+    num_pages, page_size = cache[0].shape[:2]
+    column = jnp.minimum(position // page_size, tables.shape[1] - 1)
+    page = jnp.take_along_axis(tables, column[:, None], axis=1)[:, 0]
+    page = jnp.where(active & (page >= 0), page, num_pages)
+    k, v = (
+        c.at[page, position % page_size].set(x, mode="drop")
+        for c, x in zip(cache, new, strict=True)
+    )
     return k, v
 
 
+def read_pages(cache: Pair, tables: jax.Array, last: jax.Array) -> Pair:
+    """k and v [B, N * page, K, Dh] of the contexts whose pages are tables i32[B, N]; values after last i32[B] are 0.
+
+    A page is given on with what it held, and a weight of 0 does not undo a value that is not finite.
+    """
+    k, v = (c.at[tables].get(mode="clip").reshape(tables.shape[0], -1, *c.shape[2:]) for c in cache)
+    live = jnp.arange(v.shape[1]) <= last[:, None]
+    return k, jnp.where(live[..., None, None], v, 0)
+
+
 def plain(
-    q: jax.Array, new: Pair, cache: Pair, slots: Pair, form: Form = Form()
+    q: jax.Array, new: Pair, cache: Pair, where: Where, form: Form = Form()
 ) -> tuple[jax.Array, Pair]:
-    k, v = append(new, cache, slots)
-    mask = visible_positions(slots[0], k.shape[1], form.window)[:, None]  # [S, 1, T]
-    return attention(q[:, None], k, v, mask, form)[:, 0], (k, v)
+    cache = append(new, cache, where)
+    k, v = read_pages(cache, where[2], where[0])
+    mask = visible_positions(where[0], k.shape[1], form.window)[:, None]  # [S, 1, T]
+    return attention(q[:, None], k, v, mask, form)[:, 0], cache
 
 
 def visible_positions(position: jax.Array, length: int, window: int) -> jax.Array:
@@ -141,23 +158,15 @@ def visible_positions(position: jax.Array, length: int, window: int) -> jax.Arra
     return mask & (places > position - window) if 0 < window < length else mask
 
 
-def cudnn(
-    q: jax.Array, new: Pair, cache: Pair, slots: Pair, _: Form = Form()
-) -> tuple[jax.Array, Pair]:
-    k, v = append(new, cache, slots)
-    lengths = jnp.where(slots[1], slots[0] + 1, 1)
-    return cudnn_attention.decode(q, k, v, lengths), (k, v)
-
-
 def triton(
-    q: jax.Array, new: Pair, cache: Pair, slots: Pair, _: Form = Form()
+    q: jax.Array, new: Pair, cache: Pair, where: Where, _: Form = Form()
 ) -> tuple[jax.Array, Pair]:
     """Heads that are normed and rotated already: as a product with nothing left to do."""
     S, K, Dh = new[0].shape
     product = jnp.concatenate([q.reshape(S, K, -1, Dh), *(x[:, :, None] for x in new)], axis=2)
     ones, zeros = jnp.ones((S, Dh // 2), jnp.float32), jnp.zeros((S, Dh // 2), jnp.float32)
-    return decode_attention.decode_attention(product[None], None, (ones, zeros), cache, slots)
+    return decode_attention.decode_attention(product[None], None, (ones, zeros), cache, where)
 
 
-PLAIN, CUDNN = StepAttention("plain", plain), StepAttention("cudnn", cudnn)
+PLAIN = StepAttention("plain", plain)
 TRITON = StepAttention("triton", triton, decode_attention.decode_attention)

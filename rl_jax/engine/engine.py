@@ -1,20 +1,22 @@
-"""JaxEngine: prefill, insert, append, generate, extract and free, compiled for one server's mesh.
+"""JaxEngine: append, arm, generate, free, extract, insert and copy, compiled for one server's mesh.
 
 Owns: the compiled programs, the buckets that keep their number small, and the layout of params and
 KV on one server's mesh.
 Invariants: the state given in is donated and never touched again; shapes inside jit come from
-settings and buckets only; the result for a request does not depend on slots, neighbours or block
-size (programs.py says down to which bits).
-A request's life: 1 `prefill` computes the KV of context[:-1] on a scratch cache, started from a
-Prefix where one is given (or `append` does it in place, chunk by chunk). 2 `insert` copies Prefixes
-to slots and arms them: context, seed, budget, stop ids. 3 `generate` samples blocks until the
-device itself ends the slot. 4 the next turn's suffix, which starts with the last sampled token, is
-appended and the slot armed again. 5 `free` stops a slot; `extract` copies its KV out. Host arrays
-that are passed in may be read after the call returns (the CPU backend aliases numpy memory):
-callers never write to them again.
+settings and buckets only; the result for a request does not depend on slots, pages, neighbours or
+block size (programs.py says down to which bits).
+A request's life: 1 `append` computes the KV of context[:-1], chunk by chunk, into the pages that the
+request's table lists; on a prefill server `extract` then copies the pages, and `insert` writes them
+to pages of a decode server. 2 `arm` tells a slot how to sample: context, seed, budget, stop ids.
+3 `generate` samples blocks until the device itself ends the slot; the tables must list the pages that
+a block writes to. 4 the next turn's suffix, which starts with the last sampled token, is appended and
+a slot armed again. 5 `free` stops a slot before its end. A page that several contexts share is only
+read; who writes behind a shared part of a page takes a `copy` of it first.
+Host arrays that are passed in may be read after the call returns (the CPU backend aliases numpy
+memory): callers never write to them again.
 Weights come by name, in the model's dtype and param_shardings, as they are synchronised and digested; `pack` turns them
 into `params`, what all verbs take: Params of model.packed where the mesh splits query and kv heads alike.
-Must not: know versions, sessions, threads or text; convert weights.
+Must not: know versions, sessions, threads or text; say which page is whose; convert weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,20 +29,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.kv import KVSpec
+from kernels.kv import NO_PAGE, KVSpec
 from rl_jax.engine import programs
-from rl_jax.engine.attention import choose_attention, choose_chunk_attention
-from rl_jax.engine.chunks import end_positions, fresh_chunk, is_fresh, padding_chunk
+from rl_jax.engine.attention import PLAIN, choose_attention, choose_chunk_attention
+from rl_jax.engine.chunks import fresh_chunk, is_fresh, padding_chunk
 from rl_jax.engine.state import Cache, DecodeState, SlotState, empty_sampling, empty_slots
 from rl_jax.lowering import Lowering, Program
 from rl_jax.mesh import mesh_axes, named_sharding, shardings
 from rl_jax.models.model import Model
 from rl_jax.settings import EngineSettings
-from rl_jax.types import BlockTokens, PrefillChunk, Prefix, SlotSampling
+from rl_jax.types import BlockTokens, PrefillChunk, SlotSampling
 
-MIN_VISIBLE = (
-    256  # cache positions of the smallest attention bucket; each next one is 4 times larger
-)
+MIN_VISIBLE = 256  # positions of the smallest attention bucket; each next one is 4 times larger
 MIN_TILE, MAX_TILE = (
     16,
     128,
@@ -49,11 +49,11 @@ MIN_TILE, MAX_TILE = (
 # What lower calls a program, where its verb says more than its attribute.
 VERBS = {
     "_zero_params": "weights",
-    "_extend_scratch": "prefill",
-    "_insert_scratch": "continuation",
-    "_extend_state": "append",
-    "_insert_state": "insert",
+    "_extend": "append",
     "_disarm": "free",
+    "_read_pages": "extract",
+    "_write_pages": "insert",
+    "_copy_pages": "copy",
 }
 
 
@@ -80,8 +80,8 @@ class JaxEngine:
             num_layers=s.num_layers,
             num_kv_heads=s.num_kv_heads,
             head_dim=s.head_dim,
-            page_size=settings.context,
-            num_pages=settings.slots,
+            page_size=min(settings.page_size, settings.context),
+            num_pages=settings.cache_pages,
             dtype=s.dtype,
         )
         self.param_shardings = shardings(model.logical_axes, rules_serve, mesh)
@@ -90,13 +90,22 @@ class JaxEngine:
         self.served_shardings = shardings(self.served.logical_axes, rules_serve, mesh)
         self._replicated = named_sharding((), rules_serve, mesh)
         self._cache_sharding = named_sharding(self.spec.axes, rules_serve, mesh)
-        # A scratch cache has as many rows as a chunk has requests, which no mesh axis need divide.
+        # Copies of pages have as many as a bucket, which no mesh axis need divide.
         self.prefix_sharding = named_sharding((None, *self.spec.axes[1:]), rules_serve, mesh)
-        self.visible_buckets = buckets(MIN_VISIBLE, settings.context)
+        self.visible_buckets = page_buckets(self.spec, settings.context)
+        # What one chunk completes moves together, and so does the longest history.
+        together = self.spec.pages_of(settings.chunk_sizes[-1]) + settings.chunk_requests
+        self.move_buckets = buckets(self.visible_buckets[0], max(settings.table_pages, together))
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        attention = choose_attention(s, settings.slots, rules_serve, mesh, settings.context)
+        page_size = self.spec.page_size
+        attention = choose_attention(s, rules_serve, mesh, settings.context, page_size)
         self.chunk_attention = choose_chunk_attention(s, rules_serve, mesh, settings.context)
-        self.step = programs.Step(attention, not on_cpu, settings.steps_per_block, support)
+        self.step = programs.Step(
+            attention, not on_cpu, settings.steps_per_block, settings.context, support
+        )
+        # A kernel reads what is live; the plain form reads whole tables, so it is given short ones.
+        whole = self.visible_buckets[-1:]
+        self.step_buckets = self.visible_buckets if attention is PLAIN else whole
         self._compile()
 
     @property
@@ -128,96 +137,73 @@ class JaxEngine:
             self._joins[of, place] = jax.jit(of, out_shardings=place)
         return self._joins[of, place](parts)
 
-    # --- the six verbs ----------------------------------------------------------------------
-
-    def prefill(
-        self,
-        params: Mapping[str, jax.Array],
-        chunk: PrefillChunk,
-        prefixes: Sequence[Prefix | None],
-    ) -> tuple[Prefix, ...]:
-        """KV of the chunk's requests, each on top of its Prefix (None = from position 0).
-
-        Returns: per request a Prefix of prefix + chunk tokens whose arrays [R, T, K, Dh] the
-        requests share (`row` is its own); version -1 and no hash: the caller knows them. Prefixes
-        stay valid.
-        """
-        # A prefix may be padded further than its own tokens reach: its chunk's longest request says how far.
-        lengths = [p.kv[0][0].shape[1] for p in prefixes if p is not None]
-        visible = max(self._visible(chunk), *lengths, 0)
-        kv = self._scratch(visible)
-        for source, rows in self._by_source(prefixes, np.arange(len(prefixes)), self.num_requests):
-            kv = self._insert_scratch(kv, source, rows)
-        kv = self._extend_scratch(
-            params, kv, *self._chunk_args(chunk), np.arange(self.num_requests, dtype=np.int32),
-            visible=visible, **self._how(chunk),
-        )  # fmt: skip
-        return tuple(
-            Prefix(kv, num_tokens, -1, None, "", self.spec, row=row)
-            for row, num_tokens in enumerate(end_positions(chunk))
-        )
+    # --- the verbs --------------------------------------------------------------------------
 
     def append(
         self,
         params: Mapping[str, jax.Array],
         state: DecodeState,
-        slots: np.ndarray,
+        tables: np.ndarray,
         chunk: PrefillChunk,
     ) -> DecodeState:
-        """The state with the chunk's KV written to the live slots i32[R]; request r of the chunk
-        goes to slots[r].
+        """The state with the KV of the chunk's tokens written. tables: i32[R, N] pages of each request of the chunk,
+        those of its tokens and of all before them.
         """
-        rows = np.full(self.num_requests, self.settings.slots, np.int32)
-        rows[: len(slots)] = slots
         visible, how = self._visible(chunk), self._how(chunk)
         if how["fresh"] is not None:
-            visible = self.settings.context  # it is not read: one program
-        kv = self._extend_state(
-            params, state.kv, *self._chunk_args(chunk), rows, visible=visible, **how
+            visible = self.visible_buckets[-1]  # it is not read: one program
+        kv = self._extend(
+            params,
+            state.kv,
+            *self._chunk_args(chunk),
+            self._tables(tables, self.num_requests),
+            visible=visible,
+            **how,
         )
         return replace(state, kv=kv)
 
-    def insert(
-        self,
-        state: DecodeState,
-        prefixes: Sequence[Prefix | None],
-        slots: np.ndarray,
-        sampling: SlotSampling,
-    ) -> DecodeState:
-        """Copy each Prefix (None = the slot's own KV stays) to its slot and arm the slots i32[R]
-        for generate.
-        """
-        kv = state.kv
-        for source, rows in self._by_source(prefixes, slots, self.settings.slots):
-            kv = self._insert_state(kv, source, rows)
+    def arm(self, state: DecodeState, slots: np.ndarray, sampling: SlotSampling) -> DecodeState:
+        """Set the slots i32[R] to generate from contexts whose KV, but for the last token's, is there."""
         rows, values = self._slot_values(slots, sampling)
-        return DecodeState(kv, self._arm(state.slots, rows, values))
+        return replace(state, slots=self._arm(state.slots, rows, values))
 
     def generate(
-        self, params: Mapping[str, jax.Array], state: DecodeState
+        self, params: Mapping[str, jax.Array], state: DecodeState, tables: np.ndarray
     ) -> tuple[DecodeState, BlockTokens]:
         """One block of steps_per_block steps; the copy of its tokens to the host is already under
-        way.
+        way. tables: i32[slots, N] pages of each active slot, those that the block writes to included.
         """
-        state, made = self._generate(params, state)
+        used = int(np.max(np.nonzero((tables != NO_PAGE).any(axis=0))[0], initial=-1)) + 1
+        width = next(bucket for bucket in self.step_buckets if bucket >= used)
+        state, made = self._generate(params, state, np.ascontiguousarray(tables[:, :width]))
         for array in jax.tree.leaves(made):
             array.copy_to_host_async()
         *block, support = made
         return state, BlockTokens(*block, support=support)
 
-    def extract(self, state: DecodeState, slot: int) -> Prefix:
-        """A copy of the KV of one slot: context[:-1] as last armed or generated. Waits for the
-        device.
-        """
-        num_tokens = max(int(state.slots.context_length[slot]) - 1, 0)
-        kv = self._read_row(state.kv, np.int32(slot))
-        return Prefix(kv, num_tokens, -1, None, "", self.spec)
-
     def free(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
-        """Stop the slots i32[R]; their KV stays readable until it is overwritten."""
+        """Stop the slots i32[R]; no page is written for them any more."""
         rows = np.full(self.settings.slots, self.settings.slots, np.int32)
         rows[: len(slots)] = slots
         return replace(state, slots=self._disarm(state.slots, rows))
+
+    def extract(self, state: DecodeState, pages: np.ndarray) -> Cache:
+        """Copies of at most move_buckets[-1] pages i32[n], in order: per layer k, v [bucket, page, K, Dh]."""
+        size = next(bucket for bucket in self.move_buckets if bucket >= len(pages))
+        return self._read_pages(state.kv, _filled(pages, size))
+
+    def insert(self, state: DecodeState, kv: Cache, pages: np.ndarray) -> DecodeState:
+        """Write page i of kv (of `extract`, in prefix_sharding) to page pages[i], i32[n]; NO_PAGE = nowhere."""
+        size = kv[0][0].shape[0]
+        return replace(state, kv=self._write_pages(state.kv, kv, _filled(pages, size)))
+
+    def copy(self, state: DecodeState, source: np.ndarray, target: np.ndarray) -> DecodeState:
+        """Copy page source[i] to page target[i], i32[n]; no target is a source."""
+        kv, most = state.kv, self.num_requests
+        for at in range(0, len(source), most):
+            pairs = (_filled(pages[at : at + most], most) for pages in (source, target))
+            kv = self._copy_pages(kv, *pairs)
+        return replace(state, kv=kv)
 
     # --- compiling --------------------------------------------------------------------------
 
@@ -237,47 +223,40 @@ class JaxEngine:
         self, params: Mapping[str, jax.Array], *, decode: bool = True
     ) -> Iterator[str]:
         """As warmup, but yields after each program, with its name; each is run once on padding."""
+        state = self.init_state()
+        none = np.full((self.num_requests, self.settings.table_pages), NO_PAGE, np.int32)
         chunks = [
-            (size, visible, padding_chunk(size, self.num_requests, visible))
+            (f"{size} tokens within {visible} pages", size, self._last_position(visible))
             for size in self.settings.chunk_sizes
             for visible in self.visible_buckets
         ]
-        none = np.zeros(0, np.int32)
+        for name, size, position in chunks:
+            chunk = padding_chunk(size, self.num_requests, position + 1)
+            state = self.append(params, state, none, chunk)
+            yield f"append of {name}"
+        for size in self._fresh_sizes:
+            state = self.append(params, state, none, fresh_chunk(size, self.num_requests, 1))
+            yield f"append of {size} fresh tokens"
+        for bucket in self.move_buckets:
+            pages = np.full(bucket, NO_PAGE, np.int32)
+            kv = self.extract(state, pages)
+            yield f"extract of {bucket} pages"
+            state = self.insert(state, kv, pages)
+            yield f"insert of {bucket} pages"
+        state = self.copy(state, none[:1, 0], none[:1, 0])
+        yield "copy"
         if decode:
-            state = self.init_state()
-            for size, visible, chunk in chunks:
-                state = self.append(params, state, none, chunk)
-                yield f"append of {size} tokens within {visible}"
-            for size in self._fresh_sizes:
-                state = self.append(params, state, none, fresh_chunk(size, self.num_requests, 1))
-                yield f"append of {size} fresh tokens"
-            dropped = np.full(self.num_requests, self.settings.slots, np.int32)
-            for visible in self.visible_buckets:
-                kv = self._insert_state(state.kv, self._scratch(visible), dropped)
-                state = replace(state, kv=kv)
-                yield f"insert of {visible} tokens"
-            state = self.insert(state, [], none, empty_sampling(self.settings.num_stop_tokens))
+            no_slots = np.zeros(0, np.int32)
+            state = self.arm(state, no_slots, empty_sampling(self.settings.num_stop_tokens))
             yield "arm"
-            state = self.free(state, none)
+            state = self.free(state, no_slots)
             yield "free"
-            jax.block_until_ready(self._generate(params, state)[1])
-            yield "generate"
-            return
-        for size in self._fresh_sizes:  # a request reaches no further than the chunk
-            reach = self.visible_buckets.index(self._bucket(min(size, self.settings.context) - 1))
-            chunks += [
-                (f"{size} fresh", visible, fresh_chunk(size, self.num_requests, visible))
-                for visible in self.visible_buckets[: reach + 1]
-            ]
-        for size, visible, chunk in chunks:
-            prefixes = self.prefill(params, chunk, [None] * self.num_requests)
-            jax.block_until_ready(prefixes[0].kv)
-            yield f"prefill of {size} tokens within {visible}"
-        dropped = np.full(self.num_requests, self.num_requests, np.int32)
-        for longer in self.visible_buckets:  # contexts that are cut into several chunks
-            for shorter in self.visible_buckets[: self.visible_buckets.index(longer) + 1]:
-                self._insert_scratch(self._scratch(longer), self._scratch(shorter), dropped)
-                yield f"continuation of {shorter} within {longer} tokens"
+            for bucket in self.step_buckets:
+                tables = np.full((self.settings.slots, bucket), NO_PAGE, np.int32)
+                state, made = self._generate(params, state, tables)
+                jax.block_until_ready(made)
+                yield f"generate within {bucket} pages"
+        jax.block_until_ready(state.kv)
 
     def lower(self, *, decode: bool = True) -> Iterator[Program]:
         """What compile_steps compiles, from shapes alone; of chunk sizes and attention buckets the largest only, as
@@ -285,7 +264,8 @@ class JaxEngine:
         """
         twin, made, seen = copy(self), [], set()
         twin.settings = replace(self.settings, chunk_sizes=self.settings.chunk_sizes[-1:])
-        twin.visible_buckets = self.visible_buckets[-1:]
+        twin.visible_buckets = twin.step_buckets = self.visible_buckets[-1:]
+        twin.move_buckets = self.move_buckets[-1:]
         twin._compile(partial(Lowering, made))
         for name, program in vars(twin).items():
             if isinstance(program, Lowering):
@@ -299,40 +279,34 @@ class JaxEngine:
         model, spec, dtype = self.served, self.spec, self.dtype
         cache, prefix, small = self._cache_sharding, self.prefix_sharding, self._replicated
 
-        def zeros(rows: int, length: int) -> Cache:
-            shape = (rows, length, *spec.shape[2:])
-            return tuple(
-                (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(spec.num_layers)
-            )
-
         def init_state() -> DecodeState:
-            return DecodeState(zeros(*spec.shape[:2]), empty_slots(self.settings))
+            empty = lambda: jnp.zeros(spec.shape, dtype)
+            kv = tuple((empty(), empty()) for _ in range(spec.num_layers))
+            return DecodeState(kv, empty_slots(self.settings))
 
-        extend = partial(programs.extend, model)
-        static = {"static_argnames": ("visible", "tile", "fresh"), "donate_argnums": (1,)}
         state_out = DecodeState(cache, small)
         self._init_state = jit(init_state, out_shardings=state_out)
-        self._scratch = jit(
-            partial(zeros, self.num_requests), static_argnums=0, out_shardings=prefix
-        )
         self._zero_params = jit(
             lambda: {n: jnp.zeros(a.shape, dtype) for n, a in model.abstract.items()},
             out_shardings=self.served_shardings,
         )
         self._joins: dict[Any, Any] = {}
-        self._extend_state = jit(extend, out_shardings=cache, **static)
-        self._extend_scratch = jit(extend, out_shardings=prefix, **static)
+        self._extend = jit(
+            partial(programs.extend, model),
+            static_argnames=("visible", "tile", "fresh"),
+            donate_argnums=1,
+            out_shardings=cache,
+        )
         self._generate = jit(
             partial(programs.generate, model, step=self.step),
             donate_argnums=1,
             out_shardings=(state_out, small),
         )
-        insert = {"donate_argnums": 0}
-        self._insert_state = jit(programs.insert_rows, out_shardings=cache, **insert)
-        self._insert_scratch = jit(programs.insert_rows, out_shardings=prefix, **insert)
         self._arm = jit(programs.arm, donate_argnums=0, out_shardings=small)
         self._disarm = jit(programs.disarm, donate_argnums=0, out_shardings=small)
-        self._read_row = jit(programs.read_row, out_shardings=prefix)
+        self._read_pages = jit(programs.read_pages_of, out_shardings=prefix)
+        self._write_pages = jit(programs.insert_pages, donate_argnums=0, out_shardings=cache)
+        self._copy_pages = jit(programs.copy_pages, donate_argnums=0, out_shardings=cache)
 
     # --- host arrays ------------------------------------------------------------------------
 
@@ -346,16 +320,26 @@ class JaxEngine:
         return {"tile": tile_of(len(chunk.tokens)), "fresh": fresh}
 
     def _visible(self, chunk: PrefillChunk) -> int:
-        return self._bucket(int(np.max(chunk.position, where=chunk.segment >= 0, initial=0)))
+        """Pages that the chunk's queries may see: a bucket."""
+        highest = int(np.max(chunk.position, where=chunk.segment >= 0, initial=0))
+        if highest >= self.settings.context:
+            raise ValueError(
+                f"{self.name}: a chunk reaches position {highest} but engine.context={self.settings.context}; "
+                "refuse such prompts before they are packed"
+            )
+        return self._bucket(self.spec.pages_of(highest + 1))
 
-    def _bucket(self, highest: int) -> int:
-        for bucket in self.visible_buckets:
-            if highest < bucket:
-                return bucket
-        raise ValueError(
-            f"{self.name}: a chunk reaches position {highest} but engine.context={self.settings.context}; "
-            "refuse such prompts before they are packed"
-        )
+    def _bucket(self, num_pages: int) -> int:
+        return next(bucket for bucket in self.visible_buckets if bucket >= num_pages)
+
+    def _last_position(self, bucket: int) -> int:
+        return min(bucket * self.spec.page_size, self.settings.context) - 1
+
+    def _tables(self, tables: np.ndarray, num_rows: int) -> np.ndarray:
+        """Padded to so many rows, and to the pages of a full context."""
+        out = np.full((num_rows, self.settings.table_pages), NO_PAGE, np.int32)
+        out[: len(tables), : tables.shape[1]] = tables
+        return out
 
     def _chunk_args(self, chunk: PrefillChunk) -> tuple[np.ndarray, ...]:
         if len(chunk.tokens) not in self.settings.chunk_sizes:
@@ -366,26 +350,6 @@ class JaxEngine:
         lengths = np.zeros(self.num_requests, np.int32)
         lengths[: len(chunk.lengths)] = chunk.lengths
         return chunk.tokens, chunk.segment, chunk.position, lengths
-
-    def _by_source(self, prefixes: Sequence[Prefix | None], slots: np.ndarray, num_rows: int):
-        """(kv, i32[rows of kv] destination or out of range) of each batch of prefixes that share
-        their arrays.
-        """
-        sources: dict[int, tuple[Cache, np.ndarray]] = {}
-        for prefix, slot in zip(prefixes, slots):
-            if prefix is None:
-                continue
-            if not self.spec.same_tokens(prefix.spec):
-                raise ValueError(
-                    f"{self.name}: a prefix of {prefix.spec} does not fit the cache of {self.spec}; "
-                    "prefill and decode servers must serve the same model"
-                )
-            kv, rows = sources.setdefault(
-                id(prefix.kv),
-                (prefix.kv, np.full(prefix.kv[0][0].shape[0], num_rows, np.int32)),
-            )
-            rows[prefix.row] = slot
-        yield from sources.values()
 
     def _slot_values(
         self, slots: np.ndarray, sampling: SlotSampling
@@ -414,9 +378,19 @@ def buckets(smallest: int, largest: int) -> tuple[int, ...]:
     return (*sizes, largest)
 
 
+def page_buckets(spec: KVSpec, context: int) -> tuple[int, ...]:
+    """Numbers of pages that programs are compiled for, ascending."""
+    smallest = spec.pages_of(min(MIN_VISIBLE, context))
+    return buckets(smallest, spec.pages_of(context))
+
+
 def tile_of(chunk_size: int) -> int:
     """Queries of one attention tile for a chunk of this size: about 32 tiles, within bounds."""
     return min(max(chunk_size // 32, MIN_TILE), MAX_TILE)
+
+
+def _filled(pages: np.ndarray, size: int) -> np.ndarray:
+    return np.pad(np.asarray(pages, np.int32), (0, size - len(pages)), constant_values=NO_PAGE)
 
 
 def _pad(values: np.ndarray, size: int) -> np.ndarray:

@@ -1,15 +1,15 @@
 """The traced programs of an engine, as pure functions; engine.py compiles them.
 
 `extend` serves prefill and append: packed tokens of R requests go through the model as one [1, C]
-row. Each layer writes its k, v to (row of the request, position) of the cache, then attends from
+row. Each layer writes its k, v to the pages that the request's table lists, then attends from
 tiles: the packed queries of one request are cut into tiles of `tile` queries, and each tile reads
-its own request's cache row, masked by position. Per-tile reads cost C/tile copies of a cache row
+its own request's pages, masked by position. Per-tile reads cost C/tile copies of a history's KV
 and no work between requests. Where all requests start at position 0 and the device has a kernel for that, the packed
 row attends to itself instead (attention.py). `generate` makes several decode steps in one dispatch, layers written
 out, one KV buffer per layer; where the device has kernels for a whole layer, the layers run by them (FusedAttend).
-Padding never writes: its row index is out of range and the scatter drops it (mode="drop").
+Padding never writes: its page is out of range and the scatter drops it (mode="drop").
 Invariants: a token's KV and logits depend on its own request only, on CPU down to the bits:
-- Not on the slot, the place in the chunk, the neighbours, the block size, how a context is cut into
+- Not on the slot, the pages, the place in the chunk, the neighbours, the block size, how a context is cut into
   chunks, or `visible` (tests/engine; jax 0.10.2 and 0.12, float32 and bfloat16).
 - XLA's matmul rounds alike for all row counts while contractions are short (256), and for all of at
   least 64 rows at 1,536; smaller chunks of wide models may round otherwise. Place never matters.
@@ -25,7 +25,12 @@ import jax
 import jax.numpy as jnp
 
 from kernels.decode_rows import add_norm, fits, gated_matmul, split_matmul
-from rl_jax.engine.attention import ChunkAttention, StepAttention, visible_positions
+from rl_jax.engine.attention import (
+    ChunkAttention,
+    StepAttention,
+    read_pages,
+    visible_positions,
+)
 from rl_jax.engine.sampling import sample, sample_tiled
 from rl_jax.engine.state import FINISH_CODES, Cache, DecodeState, SlotState
 from rl_jax.models.attention import FusedAttend
@@ -44,9 +49,9 @@ def extend(
     segment: jax.Array,  # i32[C] -1 padding
     position: jax.Array,  # i32[C]
     lengths: jax.Array,  # i32[R]
-    rows: jax.Array,  # i32[R] cache row of each request; out of range = no such request
+    tables: jax.Array,  # i32[R, N] pages of each request; NO_PAGE = not there, and not written
     *,
-    visible: int,  # cache positions a query may see; at least 1 + the highest position
+    visible: int,  # pages a query may see; at least 1 + the page of the highest position
     tile: int,
     fresh: ChunkAttention
     | None = None,  # runs in place of tiles; every request starts at position 0
@@ -55,17 +60,16 @@ def extend(
 
     Tokens of one segment are contiguous and in order.
     """
-    num_rows = kv[0][0].shape[0]
+    num_pages, page_size = kv[0][0].shape[:2]
     real = segment >= 0
-    token_row = jnp.where(real, rows[segment], num_rows)  # [C]
-    # No two tokens have one place, padding neither: unique writes of 16 bits need no atomics.
-    place = token_row, jnp.where(real, position, jnp.arange(segment.shape[0]))
+    page = tables[segment, position // page_size]  # [C]
+    # No two tokens have one place, those that are dropped neither: unique writes of 16 bits need no atomics.
+    nowhere = num_pages + jnp.arange(segment.shape[0])
+    place = jnp.where(real & (page >= 0), page, nowhere), position % page_size
     write = {"mode": "drop", "unique_indices": True}
     new_kv = list(kv)
     if fresh is None:
-        of_cache = tiles(
-            model.settings, segment, position, lengths, token_row, (num_rows, visible, tile)
-        )
+        of_cache = tiles(model.settings, segment, position, lengths, tables[:, :visible], tile)
     else:
         of_row = fresh(segment, lengths.shape[0])
 
@@ -86,26 +90,22 @@ def tiles(
     segment: jax.Array,
     position: jax.Array,
     lengths: jax.Array,
-    token_row: jax.Array,
-    sizes: tuple[int, int, int],  # rows of the cache, visible, tile
+    tables: jax.Array,  # i32[R, visible]
+    tile: int,
 ) -> Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]:
     """(layer, q [1, C, H, Dh], the cache's k and v) -> [1, C, H, Dh], tile by tile."""
-    num_rows, visible, tile = sizes
     of_tile, of_token = tile_index(segment, lengths, tile)  # [N, tile], [C]
     tile_position = position.at[of_tile].get(mode="fill", fill_value=-1)  # [N, tile]
-    tile_row = token_row.at[of_tile[:, 0]].get(mode="fill", fill_value=num_rows)  # [N]
+    owner = segment.at[of_tile[:, 0]].get(mode="fill", fill_value=0)  # [N]
+    tile_table = tables[jnp.maximum(owner, 0)]  # [N, visible]
     forms = [form_of(settings, layer) for layer in range(settings.num_layers)]
-    masks = {  # [N, tile, visible]
-        window: visible_positions(tile_position, visible, window)
-        for window in sorted({form.window for form in forms})
-    }
 
     def attend(layer, q, k_cache, v_cache):
         form = forms[layer]
         q_tiles = q[0].at[of_tile].get(mode="fill", fill_value=0)  # [N, tile, H, Dh]
-        k_tiles = k_cache[:, :visible].at[tile_row].get(mode="clip")  # [N, visible, K, Dh]
-        v_tiles = v_cache[:, :visible].at[tile_row].get(mode="clip")
-        out = attend_tiles(q_tiles, k_tiles, v_tiles, masks[form.window], form)
+        k_tiles, v_tiles = read_pages((k_cache, v_cache), tile_table, tile_position.max(axis=1))
+        mask = visible_positions(tile_position, k_tiles.shape[1], form.window)
+        out = attend_tiles(q_tiles, k_tiles, v_tiles, mask, form)
         out = out.reshape(-1, *out.shape[2:])  # [N, tile, H, Dh] -> [N * tile, H, Dh]
         return out.at[of_token].get(mode="fill", fill_value=0)[None]
 
@@ -140,13 +140,19 @@ class Step:
         bool  # one pass over tiles of the vocabulary, as suits a GPU; else what suits a CPU
     )
     count: int  # steps of one dispatch
+    context: int  # most tokens of a slot
     support: int = 0  # ids that come back of what each token was sampled from
 
 
 def generate(
-    model: Model, params: dict[str, jax.Array], state: DecodeState, *, step: Step
+    model: Model,
+    params: dict[str, jax.Array],
+    state: DecodeState,
+    tables: jax.Array,
+    *,
+    step: Step,
 ) -> tuple[DecodeState, tuple[jax.Array | None, ...]]:
-    """`step.count` decode steps of all active slots.
+    """`step.count` decode steps of all active slots, whose pages, also of what they will write, are tables i32[S, N].
 
     Returns: the new state and (tokens i32[S, k], logprobs f32[S, k], sampled_logprobs f32[S, k],
     valid bool[S, k], finish i8[S], slot_epoch i32[S], nan bool[S], support i32[S, k, K] or None).
@@ -159,11 +165,11 @@ def generate(
 
     def one(carry, _):
         kv, slots, finish, nan = carry
-        kv, logits = decode_step(model, params, kv, slots, step.attention)
+        kv, logits = decode_step(model, params, kv, slots, tables, step.attention)
         s = slots
         numbers = (s.key, s.token_index, s.temperature, s.top_p, s.top_k)
         out = draw(logits, *numbers)
-        slots, ended, valid = advance(slots, out.tokens, out.nan, context=kv[0][0].shape[1])
+        slots, ended, valid = advance(slots, out.tokens, out.nan, context=step.context)
         nan |= s.active & out.nan
         return (kv, slots, jnp.maximum(finish, ended), nan), (*out[:3], valid, out.support)
 
@@ -179,11 +185,12 @@ def decode_step(
     params: dict[str, jax.Array],
     kv: Cache,
     slots: SlotState,
+    tables: jax.Array,
     attention: StepAttention,
 ) -> tuple[Cache, jax.Array]:
     """Run each slot's last token: the cache with its k, v (active slots only), logits f32[S, V]."""
     position = slots.context_length - 1
-    where = (position, slots.active)
+    where = (position, slots.active, tables)
     new_kv = list(kv)
 
     def attend(layer, q, k, v):
@@ -258,16 +265,20 @@ def advance(
     return slots, finish, valid
 
 
-def insert_rows(kv: Cache, source: Cache, rows: jax.Array) -> Cache:
-    """Copy row r of `source` (k, v [R, T, K, Dh]) to the first T positions of row rows[r].
+def insert_pages(kv: Cache, source: Cache, pages: jax.Array) -> Cache:
+    """Write page i of `source` to page pages[i]; one out of range is not written."""
+    where = jnp.where(pages >= 0, pages, kv[0][0].shape[0])
+    return jax.tree.map(lambda into, x: into.at[where].set(x, mode="drop"), kv, source)
 
-    A row out of range is not copied.
-    """
 
-    def copy(into: jax.Array, source: jax.Array) -> jax.Array:
-        return into.at[rows, : source.shape[1]].set(source, mode="drop")
+def read_pages_of(kv: Cache, pages: jax.Array) -> Cache:
+    """Copies of the pages i32[n], in order; of NO_PAGE some other page."""
+    return jax.tree.map(lambda x: x.at[pages].get(mode="clip"), kv)
 
-    return jax.tree.map(copy, kv, source)
+
+def copy_pages(kv: Cache, source: jax.Array, target: jax.Array) -> Cache:
+    """Write a copy of page source[i] to page target[i]; NO_PAGE as target = no copy."""
+    return insert_pages(kv, read_pages_of(kv, source), target)
 
 
 def arm(slots: SlotState, rows: jax.Array, values: SlotState) -> SlotState:
@@ -278,8 +289,3 @@ def arm(slots: SlotState, rows: jax.Array, values: SlotState) -> SlotState:
 def disarm(slots: SlotState, rows: jax.Array) -> SlotState:
     """Stop the given slots; their KV stays."""
     return replace(slots, active=slots.active.at[rows].set(False, mode="drop"))
-
-
-def read_row(kv: Cache, row: jax.Array) -> Cache:
-    """A copy of one row of the cache, as [1, context, K, Dh] per layer k and v."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), kv)

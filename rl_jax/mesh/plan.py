@@ -186,6 +186,7 @@ def _sizes(
         "mlp": ("model.mlp_size", model.mlp_size),
         "batch": ("learner.microbatch_rows", learner.microbatch_rows if learner else 0),
         "slots": ("engine.slots", engine.slots if engine else 0),
+        "pages": ("engine.num_pages", engine.cache_pages if engine else 0),
     }
 
 

@@ -7,9 +7,10 @@ AXES = ("data", "fsdp", "tensor", "expert", "context")
 KINDS = ("prefill", "decode", "train", "colocated", "role")
 SERVING = ("prefill", "decode", "colocated")
 
-# Axes of weights, then of activations ("batch", "length") and of the KV cache ("slots").
+# Axes of weights, then of activations ("batch", "length") of the slots and of the KV cache ("pages").
 LOGICAL_AXES = (
     "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "norm", "batch", "length", "slots",
+    "pages",
 )  # fmt: skip
 # Logical axes that meet in one array: their rules may not name the same mesh axis.
 TOGETHER = (
@@ -19,6 +20,7 @@ TOGETHER = (
     ("embed", "mlp"),
     ("batch", "length", "heads"),
     ("slots", "kv_heads", "head_dim"),
+    ("pages", "kv_heads", "head_dim"),
 )
 
 # (logical axis, mesh axes it is split over); an axis without a rule is not split.
@@ -39,6 +41,7 @@ SERVE_RULES: Rules = (
     ("kv_heads", ("tensor",)),
     ("mlp", ("tensor",)),
     ("slots", ("data",)),
+    ("pages", ("data",)),
 )
 
 

@@ -3,7 +3,8 @@ which things happen to it.
 
 One iteration of the loop, between any two of which commands are obeyed:
 1. Commands: requests, aborts, releases, pause, drain, commit, fence.
-2. Deadlines. 3. Waiting turns get slots; a Prefix handed over is used if its version allows it.
+2. Deadlines. 3. Waiting turns get slots and pages; what the prefix tree has of their history is shared, and a
+Prefix handed over is used if its version allows it.
 4. At most one chunk extends KV: suffixes of live histories, contexts that came without a Prefix,
    rebuilding after a swap.
 5. Turns whose KV is complete are armed (Started). 6. One block is generated, unless other turns
@@ -27,12 +28,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from kernels.kv import NO_PAGE
 from rl_jax.engine.chunks import pack
 from rl_jax.engine.state import FINISH_REASONS, RUNNING
 from rl_jax.serve import commands
 from rl_jax.serve.commands import Add, Command, Commit, Drain, OnDone
-from rl_jax.serve.events import Event, EventStream, Finished, Started, Swapped, Tokens
+from rl_jax.serve.events import Event, EventStream, Finished, Parked, Started, Swapped, Tokens
 from rl_jax.serve.loop import Loop, answer
+from rl_jax.serve.paging import Paging
 from rl_jax.serve.request_table import RequestTable
 from rl_jax.serve.sessions import ActiveTurn
 from rl_jax.serve.staging import StagedWeights
@@ -58,7 +61,7 @@ class DecodeServer:
         hardware: str = "",
         template_sha256: str = "",
     ):
-        """engine: types.Engine with mesh, param_shardings, settings, zero_params, pack, compile_steps.
+        """engine: types.Engine with mesh, param_shardings, settings, spec, zero_params, pack, compile_steps.
         template_sha256: of the Renderer that it is started for.
 
         Starts without weights.
@@ -67,8 +70,10 @@ class DecodeServer:
         self.name, self.pool, self.engine, self.settings = name, pool, engine, settings
         self.tags, self.hardware = tuple(tags), hardware
         self.version = -1  # of the weights in use; written by the server's thread
+        size = engine.settings
+        self._paging = Paging(engine.spec, size.slots, size.table_pages)
         self._table = RequestTable(
-            name, pool, engine.settings, settings, fresh_apart=engine.packs_fresh
+            name, pool, size, settings, self._paging, fresh_apart=engine.packs_fresh
         )
         self._events = EventStream(self._table.consume)
         self._staged = StagedWeights(name, engine.param_shardings, engine.pack)
@@ -137,7 +142,7 @@ class DecodeServer:
     def live_tokens(self, session: str, version: int) -> int:
         """Tokens of the session whose KV a turn under this version could reuse here, as of now."""
         held = self._table.sessions.get(session)
-        if held is None or held.slot is None:
+        if held is None:
             return 0
         fits = self._table.kv_policy == "keep" or not held.is_mixed(version)
         return held.kv_tokens if fits else 0
@@ -252,6 +257,7 @@ class DecodeServer:
             self._end([turn], FinishReason.ERROR, table.deadline_error(turn))
         if self._can_serve:
             table.admit(self.version)
+            self._copy()
             self._extend()
             self._arm()
             if not table.num_filling or self._chunks_in_row >= self.settings.chunks_per_block:
@@ -261,6 +267,11 @@ class DecodeServer:
         waited = self._times["block_s"] + self._times["chunk_s"] - waited
         self._times["host_s"] += time.perf_counter() - start - waited
 
+    def _copy(self) -> None:
+        """Pages that admitted turns share in part, before anybody writes to them."""
+        if (pages := self._paging.take_copies()) is not None:
+            self._state = self.engine.copy(self._state, *pages)
+
     def _extend(self) -> None:
         turns, pieces = self._table.pieces()
         if not turns:
@@ -268,8 +279,8 @@ class DecodeServer:
         self._loop.doing = f"extending {len(turns)} histories"
         start = time.perf_counter()
         chunk = pack(pieces, self.engine.settings.chunk_sizes)
-        slots = np.array([turn.session.slot for turn in turns], np.int32)
-        self._state = self.engine.append(self._params, self._state, slots, chunk)
+        tables = self._paging.tables[[turn.session.slot for turn in turns]]
+        self._state = self.engine.append(self._params, self._state, tables, chunk)
         self._times["chunk_s"] += time.perf_counter() - start
         self._table.filled(turns, pieces, self.version)
         self._chunks_in_row += 1
@@ -282,19 +293,56 @@ class DecodeServer:
         epochs = list(range(self._epoch, self._epoch + len(turns)))
         self._epoch += len(turns)
         slots = np.array([turn.session.slot for turn in turns], np.int32)
-        prefixes = [turn.prefix for turn in turns]
+        self._insert([turn for turn in turns if turn.prefix is not None])
         sampling = self._table.sampling(turns, epochs)
-        self._state = self.engine.insert(self._state, prefixes, slots, sampling)
+        self._state = self.engine.arm(self._state, slots, sampling)
         for turn, epoch, slot in zip(turns, epochs, slots.tolist()):
             self._events.write(Started(turn.request.key, slot, epoch, self.version))
 
+    def _insert(self, turns: Sequence[ActiveTurn]) -> None:
+        """The pages that came with these turns to those of their slots, once for all that share arrays."""
+        spec = self.engine.spec
+        sources: dict[int, tuple[Any, np.ndarray]] = {}
+        for turn in turns:
+            prefix = turn.prefix
+            assert prefix is not None
+            if not spec.same_pages(prefix.spec):
+                raise ValueError(
+                    f"{self.name}: a prefix of {prefix.spec} does not fit the cache of {spec}; "
+                    "prefill and decode servers must serve the same model in pages of one size"
+                )
+            empty = np.full(prefix.kv[0][0].shape[0], NO_PAGE, np.int32)
+            _, pages = sources.setdefault(id(prefix.kv), (prefix.kv, empty))
+            num = spec.pages_of(prefix.num_tokens)
+            pages[prefix.first : prefix.first + num] = self._paging.tables[turn.session.slot, :num]
+        for kv, pages in sources.values():
+            self._state = self.engine.insert(self._state, kv, pages)
+
+    def _make_room(self) -> None:
+        """See that every running slot has pages for what a block writes; who came last gives way."""
+        table, context = self._table, self.engine.settings.context
+        for turn in sorted(table.running_turns(), key=lambda turn: turn.order):
+            while turn.is_running:
+                session = turn.session
+                if self._paging.grow(session.slot, min(session.num_tokens + table.lead, context)):
+                    break
+                self._deliver_rest()
+                last = table.last_admitted()
+                if last.is_running:
+                    self._stop_slots([last.session.slot])
+                self._events.write(Parked(last.request.key))
+
     def _generate(self) -> None:
         self._chunks_in_row = 0
+        self._make_room()
         if not self._table.num_running:
             return
         self._loop.doing = f"generating for {self._table.num_running} requests"
         start = time.perf_counter()
-        self._state, block = self.engine.generate(self._params, self._state)
+        tables = np.full_like(self._paging.tables, NO_PAGE)
+        slots = self._table.running_slots()
+        tables[slots] = self._paging.tables[slots]
+        self._state, block = self.engine.generate(self._params, self._state, tables)
         self._deliver_rest()
         block = fetched(block)
         self._times["block_s"] += time.perf_counter() - start

@@ -43,6 +43,13 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Parked:
+    """The request lost its slot and its pages to others; it goes on where it was when there is room."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The request ended; `error` where it ended without a Turn."""
 
@@ -60,7 +67,7 @@ class Swapped:
     kv: str
 
 
-Event = Started | Tokens | Finished | Swapped
+Event = Started | Tokens | Parked | Finished | Swapped
 
 
 class EventStream:

@@ -2,9 +2,9 @@
 decode servers.
 
 Life of a job: 1 `submit` names the decode server that will generate. 2 Jobs are packed into chunks,
-by priority, then arrival; a context longer than a chunk goes on in the next one on top of its own
-Prefix. 3 When context[:-1] is done the KV is moved to the decode server's mesh, once per chunk and
-target, since requests computed together share their arrays.
+by priority, then arrival; each that is begun holds pages of this server's cache, and a context longer
+than a chunk goes on in the next one. 3 When context[:-1] is done copies of its pages are moved to the
+decode server's mesh, those of requests that one chunk completed together, once per target.
 4 `on_prefix` gets the Prefix with version and hash, on this thread. A commit happens between two
 chunks; half-done prefixes start again, so a Prefix never mixes versions.
 Invariants: every job ends in exactly one on_prefix; a thread that dies fails what it holds and
@@ -15,7 +15,7 @@ Must not: keep KV after handing it over; block on a decode server.
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -45,13 +45,10 @@ class Job:
     on_prefix: OnPrefix
     arrived_s: float
     deadline_s: float  # on the monotonic clock
-    prefix: Prefix | None = None  # of the chunks done so far
+    num_done: int = 0  # tokens whose KV is in its pages
+    row: int | None = None  # of the server's page tables, while it is begun
     started_s: float = 0.0
     times_s: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def num_done(self) -> int:
-        return 0 if self.prefix is None else self.prefix.num_tokens
 
     @property
     def missing(self) -> int:
@@ -92,7 +89,11 @@ class PrefillServer:
             refuse=self._refuse,
         )
         self._params: dict[str, Any] | None = None
-        self._is_compiled = False
+        self._state: Any = None  # None while it compiles
+        size = engine.settings
+        pages = np.arange(size.slots * size.table_pages, dtype=np.int32)
+        self._tables = pages.reshape(size.slots, -1)
+        self._free_rows = list(range(engine.settings.slots))
         self._jobs: list[Job] = []  # by priority, then arrival
         self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._counters |= {"chunk_s": 0.0, "transfer_s": 0.0}
@@ -181,7 +182,7 @@ class PrefillServer:
 
     def _prepare(self) -> Iterator[str]:
         yield from self.engine.compile_steps(self.engine.zero_params(), decode=False)
-        self._is_compiled = True
+        self._state = self.engine.init_state()
 
     def _idle_s(self) -> float:
         """How long to wait for a command: not at all while there is work."""
@@ -198,9 +199,17 @@ class PrefillServer:
             self._compute(jobs)
 
     def _next_jobs(self) -> list[Job]:
-        if self._params is None or not self._is_compiled or self._loop.fenced is not None:
+        """Jobs that the next chunk may be of: those that hold pages, and as many more as there are pages for."""
+        if self._params is None or self._state is None or self._loop.fenced is not None:
             return []
-        return [job for job in self._jobs if job.request.min_version <= self.version]
+        jobs = [job for job in self._jobs if job.request.min_version <= self.version]
+        left = len(self._free_rows)
+        chosen = []
+        for job in jobs:
+            left -= job.row is None
+            if job.row is not None or left >= 0:
+                chosen.append(job)
+        return chosen
 
     def _compute(self, waiting: list[Job]) -> None:
         """One chunk; those whose prefix is whole are handed over."""
@@ -213,42 +222,58 @@ class PrefillServer:
         pieces = []
         for job, n in zip(jobs, taken):
             job.started_s = job.started_s or start
+            job.row = self._free_rows.pop() if job.row is None else job.row
             tokens = np.asarray(job.request.tokens[job.num_done : job.num_done + n], np.int32)
             pieces.append(Piece(tokens, job.num_done))
-        before = [job.prefix for job in jobs]
-        prefixes = self.engine.prefill(self._params, pack(pieces, sizes), before)
-        jax.block_until_ready(prefixes[0].kv)  # paces the queue, and makes the times true
+        tables = self._tables[[job.row for job in jobs]]
+        chunk = pack(pieces, sizes)
+        self._state = self.engine.append(self._params, self._state, tables, chunk)
+        jax.block_until_ready(self._state)  # paces the queue, and makes the times true
         end = time.monotonic()
         self._counters["chunks"] += 1
         self._counters["chunk_s"] += end - start
         self._loop.num_done += 1
-        whole = []
-        for job, prefix, n in zip(jobs, prefixes, taken):
+        for job, n in zip(jobs, taken):
             self._counters["prefill_tokens"] += n
-            job.prefix = replace(prefix, version=self.version)
-            if job.missing == 0:
-                whole.append((job, job.prefix))
-        self._hand_over(whole)
+            job.num_done += n
+        self._hand_over([job for job in jobs if job.missing == 0])
 
-    def _hand_over(self, whole: Sequence[tuple[Job, Prefix]]) -> None:
-        """Move prefixes that one chunk completed: they share their arrays, so once per target."""
-        moved: dict[str, Any] = {}  # target -> arrays there
-        for job, prefix in whole:
-            start = time.monotonic()
-            target, to = job.target.name, job.target.engine.prefix_sharding
-            if target not in moved:
-                moved[target] = move(prefix.kv, self.engine.prefix_sharding, to)
-            sha = tokens_sha(job.request.tokens[:-1])
-            prefix = replace(prefix, kv=moved[target], tokens_sha=sha)
-            end = time.monotonic()
-            self._counters["transfer_s"] += end - start
+    def _hand_over(self, whole: Sequence[Job]) -> None:
+        """Move what one chunk completed: as few copies of pages as there are targets, and hold their number."""
+        most = self.engine.move_buckets[-1]
+        batches: list[list[Job]] = []
+        for job in sorted(whole, key=lambda job: job.target.name):
+            last = batches[-1] if batches else []
+            pages = self._num_pages(last) + self._num_pages([job])
+            if last and last[0].target is job.target and pages <= most:
+                last.append(job)
+            else:
+                batches.append([job])
+        for batch in batches:
+            self._move(batch)
+
+    def _num_pages(self, jobs: Sequence[Job]) -> int:
+        return sum(self.engine.spec.pages_of(job.num_done) for job in jobs)
+
+    def _move(self, jobs: Sequence[Job]) -> None:
+        start = time.monotonic()
+        counts = [self._num_pages([job]) for job in jobs]
+        pages = np.concatenate([self._tables[job.row, :n] for job, n in zip(jobs, counts)])
+        to = jobs[0].target.engine.prefix_sharding
+        kv = move(self.engine.extract(self._state, pages), self.engine.prefix_sharding, to)
+        end = time.monotonic()
+        self._counters["transfer_s"] += end - start
+        firsts = np.cumsum(counts) - counts
+        for job, first in zip(jobs, firsts.tolist()):
+            tokens = job.request.tokens[:-1]
+            spec, sha = self.engine.spec, tokens_sha(tokens)
+            prefix = Prefix(kv, first, 0, len(tokens), self.version, None, sha, spec)
             job.times_s = {
                 "queue": job.started_s - job.arrived_s,
                 "prefill": start - job.started_s,
                 "transfer": end - start,
             }
-            self._jobs.remove(job)
-            self._finish(job, prefix)
+            self._drop(job, prefix)
 
     # --- commands ---------------------------------------------------------------------------
 
@@ -295,7 +320,7 @@ class PrefillServer:
         for job in self._jobs:
             self._counters["recompute_tokens"] += job.num_done
             self._counters["prefill_tokens"] -= job.num_done  # they will be counted again
-            job.prefix = None
+            job.num_done = 0
         self._counters["swaps"] += 1
         chunks = int(self._counters["chunks"])
         ack = Ack(self.name, self.version, chunks, time.monotonic() - start)
@@ -314,9 +339,12 @@ class PrefillServer:
         for job in list(self._jobs):
             self._drop(job, error)
 
-    def _drop(self, job: Job, error: TurnError) -> None:
+    def _drop(self, job: Job, result: Prefix | TurnError) -> None:
         self._jobs.remove(job)
-        self._finish(job, error)
+        if job.row is not None:
+            self._free_rows.append(job.row)
+            job.row = None
+        self._finish(job, result)
 
     def _refuse(self, command: Any, error: TurnError) -> None:
         if isinstance(command, Job):

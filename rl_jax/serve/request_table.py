@@ -1,29 +1,34 @@
 """RequestTable: which requests one decode server holds, what each waits for, and whose slot is
 whose.
 
-Owns: sessions, slots, the waiting line, every turn under way; its writer is the server's thread. It
-learns what happened on the device only from the server's event stream (`consume`).
-Invariants: a live session keeps its slot between turns and loses it only by its release; every turn
-accepted by `add` ends in exactly one `on_done`; KV of one version is never read under another one
-where the policy is `recompute`; the waiting line goes by priority, then by arrival.
-Life of a turn: 1 `add` checks it and makes its session. 2 `admit` gives it a slot and finds how
-much KV it can keep.
-3 `pieces` and `filled` extend the KV, chunk by chunk. 4 Started: its slot's tokens are its own. 5
-Tokens add up.
-6 Finished builds the Turn; the slot stays with the session. A swap under `recompute` sends a turn
-from 5 back to 3, from position 0, with its sampled tokens kept.
+Owns: sessions, slots and their pages (paging.py), the waiting line, every turn under way; its writer
+is the server's thread. It learns what happened on the device only from the server's event stream
+(`consume`).
+Invariants: a turn has a slot and pages from its admission to its end; every turn accepted by `add`
+ends in exactly one `on_done`; KV of one version is never read under another one where the policy is
+`recompute`; the waiting line goes by priority, then by arrival, and nobody overtakes who waits for
+pages.
+Life of a turn: 1 `add` checks it and makes its session. 2 `admit` gives it a slot, and pages: those
+of its history that the prefix tree has, and new ones. One that needs what another turn is computing
+just now waits for that. 3 `pieces` and `filled` extend the KV, chunk by chunk; then it is listed in
+the tree. 4 Started: its slot's tokens are its own. 5 Tokens add up. 6 Finished builds the Turn and
+lists its KV; slot and pages are free. A swap under `recompute`, and Parked where pages ran out, send
+a turn back to 2 with its sampled tokens kept.
 Must not: call JAX, block, or read a clock (times are arguments).
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from rl_jax.engine.chunks import Piece, choose
+from rl_jax.engine.prefix_tree import Origin
 from rl_jax.serve.commands import Add, OnDone
-from rl_jax.serve.events import Event, Finished, Started, Swapped, Tokens
+from rl_jax.serve.events import Event, Finished, Parked, Started, Swapped, Tokens
 from rl_jax.serve.loop import answer
+from rl_jax.serve.paging import Found, Paging, chain
 from rl_jax.serve.sessions import ActiveTurn, Phase, Session
 from rl_jax.serve.transfer import tokens_sha
 from rl_jax.settings import EngineSettings, ServeSettings
@@ -32,7 +37,7 @@ from rl_jax.types import FinishReason, SlotSampling, Turn, TurnError
 COUNTERS = (
     "requests", "finished", "failed", "refused", "deadlines",
     "prefill_tokens", "append_tokens", "recompute_tokens", "decode_tokens", "received_tokens",
-    "cached_tokens", "long_appends", "refused_prefixes", "parked", "stale_tokens", "callback_errors",
+    "cached_tokens", "long_appends", "refused_prefixes", "parked", "preempted", "stale_tokens", "callback_errors",
     "blocks", "chunks", "swaps",
 )  # fmt: skip
 
@@ -44,10 +49,12 @@ class RequestTable:
         pool: str,
         engine: EngineSettings,
         serve: ServeSettings,
+        paging: Paging,
         *,
         fresh_apart: bool = False,
     ):
-        """fresh_apart: of chunks.choose, as the engine likes it."""
+        """paging: of the engine's cache. fresh_apart: of chunks.choose, as the engine likes it."""
+        self.paging = paging
         self.server, self.pool, self.engine, self.serve = server, pool, engine, serve
         self.fresh_apart = fresh_apart
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
@@ -55,13 +62,19 @@ class RequestTable:
         self.sessions: dict[str, Session] = {}
         self.turns: dict[str, ActiveTurn] = {}  # by request key
         self.kv_policy = "recompute"
+        self.version = -1
+        # Tokens that a slot has pages for beyond its history: of the next block, and of one not counted yet.
+        self.lead = 2 * engine.steps_per_block
         self.now_s = 0.0  # set by the server before it acts
-        self._waiting: list[tuple[int, int, ActiveTurn]] = []  # (-priority, arrival, turn), sorted
+        self._waiting: list[ActiveTurn] = []  # sorted by their order
         self._arrivals = 0
         self._filling: list[ActiveTurn] = []
         self._ready: list[ActiveTurn] = []
         self._running: dict[int, ActiveTurn] = {}  # by slot
         self._free_slots = list(range(engine.slots - 1, -1, -1))
+        self._filled_now: Counter[int] = (
+            Counter()
+        )  # hashes of the pages that _filling turns compute
         self._can_admit = False  # something changed since the line was last walked
         self._next_deadline_s = float("inf")
 
@@ -100,13 +113,14 @@ class RequestTable:
     def deadline_error(self, turn: ActiveTurn) -> TurnError:
         detail = f"{turn.request.key} passed its deadline of {turn.request.deadline_s:.3g} s while "
         detail += turn.phase.value
-        if turn.phase is Phase.WAITING and turn.session.slot is None and not self._free_slots:
-            detail += (
-                f": {self.engine.slots} live sessions hold all slots; release ended episodes, "
-                "run fewer at once, or raise engine.slots"
-            )
+        if turn.phase is Phase.WAITING and turn.request.min_version > self.version:
+            detail += f" under version {turn.request.min_version} or later"
         elif turn.phase is Phase.WAITING:
-            detail += f" of version {turn.request.min_version} or later"
+            pages = self.paging.gauges()
+            detail += (
+                f": {len(self._free_slots)} of {self.engine.slots} slots and {pages['free_pages']} of {pages['pages']}"
+                " pages are free; run fewer episodes at once, or raise engine.slots or engine.num_pages"
+            )
         return TurnError("deadline", self.server, detail, retryable=True)
 
     @property
@@ -116,20 +130,21 @@ class RequestTable:
     # --- from waiting to generating ---------------------------------------------------------
 
     def admit(self, version: int) -> None:
-        """Give slots to waiting turns, in order; those whose session has one already need none."""
+        """Give slots and pages to waiting turns, in order."""
+        self.version = version
         if not self._can_admit:
             return
         self._can_admit = False
-        left = []
-        for entry in self._waiting:
-            turn = entry[2]
-            has_slot = turn.session.slot is not None
-            if turn.request.min_version > version or not (has_slot or self._free_slots):
-                left.append(entry)
-                continue
-            if not has_slot:
-                turn.session.slot = self._free_slots.pop()
-            self._admit(turn, version)
+        left, is_full = [], False
+        for i, turn in enumerate(self._waiting):
+            if is_full or not self._free_slots:
+                left += self._waiting[i:]
+                break
+            if turn.request.min_version > version or self._waits_for_another(turn):
+                left.append(turn)
+            elif not self._admit(turn):
+                is_full = True
+                left.append(turn)
         self._waiting = left
 
     def pieces(self) -> tuple[list[ActiveTurn], list[Piece]]:
@@ -153,7 +168,8 @@ class RequestTable:
             self.counters[new] += len(piece.tokens) - again
             session.wrote_kv(end, version)
             if turn.missing_kv == 0:
-                self._filling.remove(turn)
+                self._end_filling(turn)
+                self._share(session)
                 turn.phase = Phase.READY
                 self._ready.append(turn)
 
@@ -192,6 +208,8 @@ class RequestTable:
             self._started(event)
         elif isinstance(event, Finished):
             self._finished(event)
+        elif isinstance(event, Parked):
+            self._park(self.turns[event.key])
         else:
             self._swapped(event)
 
@@ -199,10 +217,17 @@ class RequestTable:
         """Slots that are generating."""
         return list(self._running)
 
+    def running_turns(self) -> list[ActiveTurn]:
+        return list(self._running.values())
+
     def running_turn(self, slot: int, epoch: int) -> ActiveTurn | None:
         """The turn that generates in the slot, unless the epoch is another one's."""
         turn = self._running.get(slot)
         return turn if turn is not None and turn.epoch == epoch else None
+
+    def last_admitted(self) -> ActiveTurn:
+        """Whose turn it is to give way where pages run out."""
+        return max((*self._running.values(), *self._filling), key=lambda turn: turn.order)
 
     @property
     def num_running(self) -> int:
@@ -225,6 +250,7 @@ class RequestTable:
             "running": len(self._running),
             "sessions": len(self.sessions),
             "free_slots": len(self._free_slots),
+            **self.paging.gauges(),
         }
 
     # --- private ----------------------------------------------------------------------------
@@ -277,7 +303,9 @@ class RequestTable:
             arrived_s=command.arrived_s,
             deadline_s=command.arrived_s + request.deadline_s,
             prompt_tokens=added.copy(),
+            order=(-request.priority, self._arrivals),
         )
+        self._arrivals += 1
         session.turn = turn
         self.turns[request.key] = turn
         self.counters["requests"] += 1
@@ -285,35 +313,86 @@ class RequestTable:
         if request.max_new_tokens <= 0:  # nothing to sample: a Turn without tokens, at once
             self._finished(Finished(request.key, FinishReason.LENGTH))
             return
-        bisect.insort(self._waiting, (-request.priority, self._arrivals, turn))
-        self._arrivals += 1
+        self._wait(turn)
+
+    def _wait(self, turn: ActiveTurn) -> None:
+        turn.phase, turn.chain = Phase.WAITING, None
+        bisect.insort(self._waiting, turn, key=lambda turn: turn.order)
         self._can_admit = True
 
-    def _admit(self, turn: ActiveTurn, version: int) -> None:
-        session = turn.session
-        turn.admitted_s = self.now_s
-        if not self._usable(turn, version):
-            turn.prefix = None
-        if turn.prefix is not None:
+    def _origins(self, session: Session) -> list[Origin]:
+        """Where KV that the session may read now is listed; the best first."""
+        origins = [Origin(self.version)]
+        if self.kv_policy == "keep" and session.listed not in (None, origins[0]):
+            origins.append(session.listed)
+        return origins
+
+    def _waits_for_another(self, turn: ActiveTurn) -> bool:
+        """Whether the next page that the tree lacks is being computed for another turn."""
+        if not self._filled_now or turn.prefix is not None:
+            return False
+        session, page_size = turn.session, self.paging.spec.page_size
+        tokens = session.tokens[: session.num_tokens - 1]
+        if turn.chain is None:
+            turn.chain = chain(tokens, page_size)
+        found = self.paging.find(self._origins(session), tokens).num_tokens
+        return found < len(tokens) and turn.chain[found // page_size] in self._filled_now
+
+    def _admit(self, turn: ActiveTurn) -> bool:
+        """False: there are too few pages."""
+        session, context = turn.session, self.engine.context
+        n = session.num_tokens - 1
+        found = self.paging.find(self._origins(session), session.tokens[:n])
+        if self._usable(turn) and found.num_tokens < n:
+            found = Found(found.origin, (), 0)  # all of it comes with the turn
+        slot, room = self._free_slots[-1], min(session.num_tokens + self.lead, context)
+        if not self.paging.admit(slot, found, room):
+            # A page to copy takes one more; without it a history that fits alone always finds room.
+            whole = found.num_tokens // self.paging.spec.page_size
+            found = Found(found.origin, found.pages[:whole], whole * self.paging.spec.page_size)
+            if not self.paging.admit(slot, found, room):
+                return False
+        session.slot = self._free_slots.pop()
+        turn.admitted_s = turn.admitted_s or self.now_s
+        self._begin(turn, found)
+        return True
+
+    def _begin(self, turn: ActiveTurn, found: Found) -> None:
+        """With its slot and pages: count what is there, and what is missing."""
+        session, prefix = turn.session, turn.prefix
+        if prefix is not None and (found.num_tokens or not self._usable(turn)):
+            self.counters["refused_prefixes"] += not self._usable(turn)
+            session.computed = max(session.computed, prefix.num_tokens)
+            turn.prefix = prefix = None
+        if prefix is not None:
             session.drop_kv()
-            session.wrote_kv(turn.prefix.num_tokens, turn.prefix.version)
-            self.counters["received_tokens"] += turn.prefix.num_tokens
+            session.wrote_kv(prefix.num_tokens, prefix.version)
+            self.counters["received_tokens"] += prefix.num_tokens
         else:
-            # The context's last token is generate's first input, so its KV is not kept either.
-            session.kv_tokens = min(session.kv_tokens, session.num_tokens - 1)
-            turn.cached_prompt = session.kv_tokens
-            self.counters["cached_tokens"] += session.kv_tokens
+            session.found_kv(found.num_tokens, found.origin)
+            turn.cached_prompt = found.num_tokens
+            self.counters["cached_tokens"] += found.num_tokens
             is_long = turn.cached_prompt > 0 and turn.missing_kv > self.engine.append_limit
             self.counters["long_appends"] += is_long
         if turn.missing_kv:
             turn.phase = Phase.FILLING
             self._filling.append(turn)
+            page_size = self.paging.spec.page_size
+            hashes = turn.chain or chain(session.tokens[: session.num_tokens - 1], page_size)
+            turn.fills = tuple(hashes[session.kv_tokens // page_size :])
+            self._filled_now.update(turn.fills)
         else:
             turn.phase = Phase.READY
             self._ready.append(turn)
 
-    def _usable(self, turn: ActiveTurn, version: int) -> bool:
-        """Whether the turn's prefix may be read here; if not, its tokens count as computed before."""
+    def _end_filling(self, turn: ActiveTurn) -> None:
+        self._filling.remove(turn)
+        self._filled_now -= Counter(turn.fills)  # drops those at 0
+        turn.fills = ()
+        self._can_admit = True
+
+    def _usable(self, turn: ActiveTurn) -> bool:
+        """Whether the turn's prefix may be read here."""
         prefix, session = turn.prefix, turn.session
         if prefix is None:
             return False
@@ -321,17 +400,47 @@ class RequestTable:
         # The key of cached KV holds all it was computed from: tokens, adapter, version.
         is_same = prefix.num_tokens == n and prefix.adapter is None
         is_same = is_same and prefix.tokens_sha == tokens_sha(session.tokens[:n])
-        if is_same and (prefix.version == version or self.kv_policy == "keep"):
-            return True
-        self.counters["refused_prefixes"] += 1
-        session.computed = max(session.computed, prefix.num_tokens)
-        return False
+        return is_same and (prefix.version == self.version or self.kv_policy == "keep")
+
+    def _share(self, session: Session) -> None:
+        """Others, and the session's next turn, may read the KV that the slot has."""
+        if session.slot is not None and session.kv_tokens:
+            session.listed = session.origin
+            self.paging.share(session.slot, session.listed, session.tokens[: session.kv_tokens])
+
+    def _leave(self, turn: ActiveTurn, keeps: bool) -> None:
+        """The turn gives up its slot and pages; keeps: its KV is worth to be listed."""
+        session = turn.session
+        if turn.phase is Phase.FILLING:
+            self._end_filling(turn)
+        elif turn.phase is Phase.READY:
+            self._ready.remove(turn)
+        elif session.slot is not None:
+            del self._running[session.slot]
+        if session.slot is None:
+            return
+        if keeps and turn.prefix is None:  # else it was never inserted
+            self._share(session)
+        else:
+            session.drop_kv()
+        self.paging.drop(session.slot)
+        self._free_slots.append(session.slot)
+        session.slot = None
+        self._can_admit = True
+
+    def _park(self, turn: ActiveTurn) -> None:
+        self.counters["preempted"] += 1
+        self._leave(turn, keeps=True)
+        self._wait(turn)
 
     def _started(self, event: Started) -> None:
         turn = self.turns[event.key]
+        had_prefix = turn.prefix is not None
         turn.phase, turn.epoch, turn.prefix = Phase.RUNNING, event.epoch, None
         turn.armed_s = turn.armed_s or self.now_s
         self._running[event.slot] = turn
+        if had_prefix:
+            self._share(turn.session)
 
     def _tokens(self, event: Tokens) -> None:
         turn = self.running_turn(event.slot, event.epoch)
@@ -345,15 +454,9 @@ class RequestTable:
         turn = self.turns.pop(event.key)
         session = turn.session
         if turn.phase is Phase.WAITING:
-            self._waiting = [entry for entry in self._waiting if entry[2] is not turn]
-        elif turn.phase is Phase.FILLING:
-            self._filling.remove(turn)
-        elif turn.phase is Phase.READY:
-            self._ready.remove(turn)
-        elif session.slot is not None:
-            del self._running[session.slot]
-        if turn.prefix is not None and turn.phase is not Phase.WAITING:
-            session.drop_kv()  # it was never inserted
+            self._waiting = [other for other in self._waiting if other is not turn]
+        else:
+            self._leave(turn, keeps=event.error is None or event.error.kind != "nan")
         session.turn = None
         if event.error is None:
             self.counters["finished"] += 1
@@ -363,8 +466,6 @@ class RequestTable:
         else:
             self.counters["failed"] += 1
             self.counters["deadlines"] += event.error.kind == "deadline"
-            if event.error.kind == "nan":
-                session.drop_kv()
             result = event.error
         if session.released:
             self._remove(session)
@@ -376,28 +477,19 @@ class RequestTable:
         self._can_admit = True
         if event.kv == "keep":
             return
+        parked = [*self._running.values(), *self._ready, *self._filling]
+        self.counters["parked"] += len(self._running)
+        for turn in parked:
+            self._leave(turn, keeps=False)
+            turn.prefix, turn.cached_prompt = None, 0
+            self._wait(turn)
         for session in self.sessions.values():
             session.drop_kv()
-        parked = [*self._running.values(), *self._ready]
-        self.counters["parked"] += len(self._running)
-        self._running, self._ready = {}, []
-        for turn in parked:
-            turn.prefix = None
-            if turn.missing_kv:
-                turn.phase = Phase.FILLING
-                self._filling.append(turn)
-            else:
-                turn.phase = Phase.READY
-                self._ready.append(turn)
-        for turn in self._filling:
-            turn.cached_prompt = 0
 
     def _remove(self, session: Session) -> None:
         del self.sessions[session.name]
-        if session.slot is not None:
-            self._free_slots.append(session.slot)
-            session.slot = None
-            self._can_admit = True
+        if session.listed is not None and session.listed.owner is not None:
+            self.paging.tree.forget(session.listed)  # nobody else may read it
 
     def _answer(self, on_done: OnDone, result: Turn | TurnError) -> None:
         self.counters["callback_errors"] += not answer(on_done, result)

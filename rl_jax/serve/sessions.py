@@ -1,10 +1,11 @@
 """Session: the host's account of one live history. ActiveTurn: one request under way on it.
 
-Invariants: the KV in a session's slot is that of its first `kv_tokens` tokens, computed under
-versions between `kv_oldest` and `kv_newest`; `tokens[:reported]` is what its client has been told
-or has sent. A turn's sampled tokens are the last `num_sampled` of the session's tokens. Everything
-a Turn says (what was added, what was cached, versions, mixed context) is derived from these numbers
-when it ends, never counted beside them.
+Invariants: a session has a slot, and pages there, only while a turn of it is admitted; the KV in them
+is that of its first `kv_tokens` tokens, computed under versions between `kv_oldest` and `kv_newest`.
+Between turns its KV is in the prefix tree, under `listed`, as long as there is room.
+`tokens[:reported]` is what its client has been told or has sent. A turn's sampled tokens are the last
+`num_sampled` of the session's tokens. Everything a Turn says (what was added, what was cached,
+versions, mixed context) is derived from these numbers when it ends, never counted beside them.
 Must not: touch device state, or be used from two threads.
 """
 
@@ -13,13 +14,14 @@ from enum import Enum
 
 import numpy as np
 
+from rl_jax.engine.prefix_tree import Origin
 from rl_jax.serve.commands import OnDone
 from rl_jax.serve.events import Tokens
 from rl_jax.types import FinishReason, Prefix, Turn, TurnRequest, VersionSpan
 
 
 class Session:
-    """Names follow TurnRequest.session; `slot` is None until the first turn gets one."""
+    """Names follow TurnRequest.session."""
 
     def __init__(self, name: str, context: int):
         self.name = name
@@ -30,6 +32,7 @@ class Session:
         self.kv_oldest = self.kv_newest = -1
         self.computed = 0  # tokens whose KV was computed before, perhaps under another version
         self.slot: int | None = None
+        self.listed: Origin | None = None  # where its KV was listed last
         self.released = False
         self.turn: ActiveTurn | None = None
 
@@ -53,6 +56,18 @@ class Session:
         self.kv_tokens = end
         self.computed = max(self.computed, end)
 
+    def found_kv(self, num_tokens: int, origin: Origin) -> None:
+        """KV of the first num_tokens tokens was found, listed under this origin."""
+        self.kv_tokens = num_tokens
+        if origin.owner is None:  # else it is this session's own, whose versions are known
+            self.kv_oldest = self.kv_newest = origin.version
+
+    @property
+    def origin(self) -> Origin:
+        """What the KV depends on: of one version it is anybody's, of several it is this session's only."""
+        is_pure = self.kv_oldest == self.kv_newest
+        return Origin(self.kv_oldest, owner=None if is_pure else self.name)
+
     def drop_kv(self) -> None:
         """What the slot holds is of no use; `computed` remembers that it was there."""
         self.kv_tokens = 0
@@ -63,7 +78,7 @@ class Session:
 
 
 class Phase(Enum):
-    WAITING = "waiting for a slot"
+    WAITING = "waiting for a slot and pages"
     FILLING = "extending its KV"
     READY = "waiting for the next block"
     RUNNING = "generating"
@@ -78,8 +93,13 @@ class ActiveTurn:
     arrived_s: float
     deadline_s: float  # on the monotonic clock
     prompt_tokens: np.ndarray  # i32[P] added since the last turn
+    order: tuple[int, int]  # (-priority, arrival): who goes first
     phase: Phase = Phase.WAITING
     epoch: int = -1
+    chain: list[int] | None = (
+        None  # paging.chain of the context without its last token, while it waits
+    )
+    fills: tuple[int, ...] = ()  # of these, what it computes now
     cached_prompt: int = 0
     admitted_s: float = 0.0
     armed_s: float = 0.0

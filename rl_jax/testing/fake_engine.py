@@ -3,7 +3,7 @@
 The KV of a token t is (t + offset), offset being the single weight it was computed under, and a
 decode step samples (sum of the KV of the whole context, the last token's own included + seed +
 token_index) mod vocab_size with log-prob -(token + 1) / vocab_size. So a token that came from
-another slot's KV, from stale KV, from the wrong prefix, seed or version is a different token;
+another's pages, from stale KV, from the wrong prefix, seed or version is a different token;
 `expected` computes what a clean run gives. Donated states refuse to be used again. Owns nothing
 between calls but the counters. `before_block(engine)` runs at every generate: tests wait, fail or
 slow it there.
@@ -16,19 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.kv import KVSpec
-from rl_jax.engine.chunks import end_positions
+from kernels.kv import NO_PAGE, KVSpec
 from rl_jax.engine.state import FINISH_CODES
 from rl_jax.mesh import make_mesh, named_sharding
 from rl_jax.settings import EngineSettings
-from rl_jax.types import BlockTokens, FinishReason, PrefillChunk, Prefix, SlotSampling
+from rl_jax.types import BlockTokens, FinishReason, PrefillChunk, SlotSampling
 
 NAN_OFFSET = -1  # a weight under which every logit is NaN
 
 
 @dataclass
 class FakeState:
-    """kv i32[S, context]; slots: what generate needs of each armed slot, as SlotSampling's fields."""
+    """kv i64[pages, page_size]; slots: what generate needs of each armed slot, as SlotSampling's fields."""
 
     kv: np.ndarray
     slots: dict[int, dict]
@@ -53,7 +52,9 @@ class FakeEngine:
         self.mesh = make_mesh({}, jax.devices()[device : device + 1])
         self.param_shardings = {"offset": named_sharding((), {}, self.mesh)}
         self.prefix_sharding = named_sharding((None,) * 4, {}, self.mesh)
-        self.spec = KVSpec(1, 1, 1, settings.context, settings.slots, "float32")
+        page_size = min(settings.page_size, settings.context)
+        self.spec = KVSpec(1, 1, 1, page_size, settings.cache_pages, "float32")
+        self.move_buckets = (settings.cache_pages,)
         self.before_block = before_block
         self.before_compile: Callable[[FakeEngine], None] = lambda engine: None
         self.num_compile_steps = 2
@@ -78,56 +79,33 @@ class FakeEngine:
             yield f"program {step}"
 
     def init_state(self) -> FakeState:
-        return FakeState(np.zeros((self.settings.slots, self.settings.context), np.int64), {})
-
-    def prefill(
-        self,
-        params: Mapping[str, jax.Array],
-        chunk: PrefillChunk,
-        prefixes: Sequence[Prefix | None],
-    ) -> tuple[Prefix, ...]:
-        rows = np.zeros((self.settings.chunk_requests, self.settings.context, 1, 1), np.int32)
-        for row, prefix in enumerate(prefixes):
-            if prefix is not None:
-                rows[row] = np.asarray(prefix.kv[0][0])[prefix.row]
-        self._write(rows[:, :, 0, 0], np.arange(len(rows)), chunk, params)
-        # jnp.array copies: device_put of numpy memory may alias it on CPU.
-        kv = jax.device_put(jnp.array(rows), self.prefix_sharding)
-        kv = ((kv, jax.device_put(jnp.array(rows), self.prefix_sharding)),)
-        return tuple(
-            Prefix(kv, end, -1, None, "", self.spec, row=row)
-            for row, end in enumerate(end_positions(chunk))
-        )
+        return FakeState(np.zeros(self.spec.shape[:2], np.int64), {})
 
     def append(
         self,
         params: Mapping[str, jax.Array],
         state: FakeState,
-        slots: np.ndarray,
+        tables: np.ndarray,
         chunk: PrefillChunk,
     ) -> FakeState:
         state = self._donate(state)
-        self._write(state.kv, slots, chunk, params)
+        real = chunk.segment >= 0
+        position, size = chunk.position[real], self.spec.page_size
+        page = np.asarray(tables)[chunk.segment[real], position // size]
+        assert (page != NO_PAGE).all(), "tokens without a page"
+        state.kv[page, position % size] = chunk.tokens[real] + int(params["offset"])
         return state
 
-    def insert(
-        self,
-        state: FakeState,
-        prefixes: Sequence[Prefix | None],
-        slots: np.ndarray,
-        sampling: SlotSampling,
-    ) -> FakeState:
+    def arm(self, state: FakeState, slots: np.ndarray, sampling: SlotSampling) -> FakeState:
         state = self._donate(state)
-        for r, (prefix, slot) in enumerate(zip(prefixes, slots.tolist())):
-            if prefix is not None:
-                state.kv[slot] = np.asarray(prefix.kv[0][0])[prefix.row, :, 0, 0]
+        for r, slot in enumerate(slots.tolist()):
             state.slots[slot] = {
                 name: getattr(sampling, name)[r] for name in SlotSampling.__dataclass_fields__
             }
         return state
 
     def generate(
-        self, params: Mapping[str, jax.Array], state: FakeState
+        self, params: Mapping[str, jax.Array], state: FakeState, tables: np.ndarray
     ) -> tuple[FakeState, BlockTokens]:
         self.before_block(self)
         state = self._donate(state)
@@ -147,18 +125,32 @@ class FakeEngine:
             sampling = state.slots[slot]
             block.slot_epoch[slot] = sampling["epoch"]
             for step in range(k):
-                finish = self._step(state.kv[slot], sampling, offset, block, slot, step)
+                context = state.kv, tables[slot]
+                finish = self._step(context, sampling, offset, block, (slot, step))
                 if finish is not None:
                     block.finish[slot] = FINISH_CODES[finish]
                     del state.slots[slot]
                     break
         return state, block
 
-    def extract(self, state: FakeState, slot: int) -> Prefix:
-        rows = jnp.array(state.kv[slot][None, :, None, None].astype(np.int32))
-        kv = jax.device_put(rows, self.prefix_sharding)
-        num_tokens = int(state.slots[slot]["context_length"]) - 1 if slot in state.slots else 0
-        return Prefix(((kv, kv),), num_tokens, -1, None, "", self.spec)
+    def extract(self, state: FakeState, pages: np.ndarray) -> tuple:
+        # jnp.array copies: device_put of numpy memory may alias it on CPU.
+        rows = state.kv[np.asarray(pages)][..., None, None].astype(np.int32)
+        return tuple(
+            (jax.device_put(jnp.array(rows), self.prefix_sharding),) * 2
+            for _ in range(self.spec.num_layers)
+        )
+
+    def insert(self, state: FakeState, kv: tuple, pages: np.ndarray) -> FakeState:
+        state, rows = self._donate(state), np.asarray(kv[0][0])[: len(pages), :, 0, 0]
+        real = np.asarray(pages) != NO_PAGE
+        state.kv[np.asarray(pages)[real]] = rows[real]
+        return state
+
+    def copy(self, state: FakeState, source: np.ndarray, target: np.ndarray) -> FakeState:
+        state = self._donate(state)
+        state.kv[np.asarray(target)] = state.kv[np.asarray(source)]
+        return state
 
     def free(self, state: FakeState, slots: np.ndarray) -> FakeState:
         state = self._donate(state)
@@ -185,20 +177,19 @@ class FakeEngine:
             tokens.append((kv + seed + token_index + j) % self.vocab_size)
         return [int(t) for t in tokens[len(context) :]]
 
-    def _write(self, kv: np.ndarray, rows: np.ndarray, chunk: PrefillChunk, params) -> None:
-        real = chunk.segment >= 0
-        row = np.asarray(rows)[chunk.segment[real]]
-        kv[row, chunk.position[real]] = chunk.tokens[real] + int(params["offset"])
-
-    def _step(self, kv, sampling: dict, offset: int, block: BlockTokens, slot: int, step: int):
+    def _step(self, context, sampling: dict, offset: int, block: BlockTokens, place):
         """One token of one slot into the block; why the slot ends, or None."""
+        (kv, table), (slot, step) = context, place
         if offset == NAN_OFFSET:
             block.nan[slot] = True
             return FinishReason.ERROR
         length, index = int(sampling["context_length"]), int(sampling["token_index"])
-        kv[length - 1] = int(sampling["last_token"]) + offset
+        at = np.arange(length)
+        page, place = table[at // self.spec.page_size], at % self.spec.page_size
+        assert (page != NO_PAGE).all(), "a context without its pages"
+        kv[page[-1], place[-1]] = int(sampling["last_token"]) + offset
         seed = int(sampling["seed"]) % self.vocab_size
-        token = int(kv[:length].sum() + seed + index) % self.vocab_size
+        token = int(kv[page, place].sum() + seed + index) % self.vocab_size
         block.tokens[slot, step], block.valid[slot, step] = token, True
         block.logprobs[slot, step] = block.sampled_logprobs[slot, step] = self.logprob(token)
         sampling |= {

@@ -20,6 +20,7 @@ from rl_jax.types import SlotSampling
 SETTINGS = EngineSettings(
     slots=6,
     context=64,
+    page_size=16,
     steps_per_block=4,
     chunk_sizes=(16, 64),
     chunk_requests=4,
@@ -78,6 +79,13 @@ def sampling(contexts, *, num_stop=3, epoch=0, **fields) -> SlotSampling:
     )
 
 
+def tables_of(engine, slots):
+    """Pages of each slot, as if a slot's were always its own, in an order that is not theirs in memory."""
+    N = engine.settings.table_pages
+    own = np.random.default_rng(7).permutation(engine.spec.num_pages)[: engine.settings.slots * N]
+    return own.reshape(-1, N)[np.asarray(slots, int)].astype(np.int32)
+
+
 def append_all(engine, params, state, slots, contexts, starts=None):
     """KV of contexts[r][starts[r]:-1] to the slots, chunk by chunk, one request after the other."""
     for r, context in enumerate(contexts):
@@ -86,15 +94,16 @@ def append_all(engine, params, state, slots, contexts, starts=None):
         for at in range(start, len(context) - 1, largest):
             piece = Piece(np.array(context[at : min(at + largest, len(context) - 1)], np.int32), at)
             chunk = pack([piece], engine.settings.chunk_sizes)
-            state = engine.append(params, state, np.array([slots[r]], np.int32), chunk)
+            state = engine.append(params, state, tables_of(engine, [slots[r]]), chunk)
     return state
 
 
 def run_blocks(engine, params, state, slots, num_blocks):
     """(state, Result per slot) of so many blocks."""
     results = {slot: Result([], [], []) for slot in slots}
+    tables = tables_of(engine, range(engine.settings.slots))
     for _ in range(num_blocks):
-        state, block = engine.generate(params, state)
+        state, block = engine.generate(params, state, tables)
         for slot, result in results.items():
             valid = np.asarray(block.valid)[slot]
             result.tokens += np.asarray(block.tokens)[slot][valid].tolist()
@@ -109,8 +118,15 @@ def run_blocks(engine, params, state, slots, num_blocks):
 def sample_one(engine, params, context, *, slot=0, num_blocks=2, **fields) -> Result:
     """What a fresh slot samples after the context, alone in its engine."""
     state = append_all(engine, params, engine.init_state(), [slot], [context])
-    state = engine.insert(state, [None], np.array([slot], np.int32), sampling([context], **fields))
+    state = engine.arm(state, np.array([slot], np.int32), sampling([context], **fields))
     return run_blocks(engine, params, state, [slot], num_blocks)[1][slot]
+
+
+def kv_of(engine, state, slot, num_tokens):
+    """[layer][k, v]: f32[num_tokens, K, Dh] of a slot's context."""
+    pages = tables_of(engine, [slot])[0, : engine.spec.pages_of(num_tokens)]
+    flat = lambda x: np.asarray(x, np.float32).reshape(-1, *x.shape[2:])[:num_tokens]
+    return jax.tree.map(flat, engine.extract(state, pages))
 
 
 @pytest.fixture(scope="session")
@@ -139,6 +155,8 @@ def kit(tiny):
         place=place,
         sampling=sampling,
         append_all=append_all,
+        tables_of=tables_of,
+        kv_of=kv_of,
         run_blocks=run_blocks,
         sample_one=sample_one,
         forward=forward,

@@ -12,13 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstract_mesh
 
-from kernels import cudnn_attention
 from kernels.decode_attention import Tuning, decode_attention
 from kernels.decode_rows import add_norm, gated_matmul, split_matmul
 from rl_jax.engine.attention import (
-    CUDNN,
     PLAIN,
     TRITON,
     by_shard,
@@ -28,31 +26,40 @@ from rl_jax.engine.attention import (
 )
 from rl_jax.engine.programs import Step, decode_step, generate
 from rl_jax.engine.state import DecodeState, empty_slots
-from rl_jax.mesh import SERVE_RULES, make_mesh
+from rl_jax.mesh import AXES, SERVE_RULES, make_mesh
 from rl_jax.models.attention import apply_rope, rope_angles
 from rl_jax.models.decoder import build_model
 from rl_jax.models.features import Form
 from rl_jax.settings import EngineSettings
 from rl_jax.testing.tiny_model import tiny_settings
 
-S, T, H, K, DH = 4, 11, 4, 2, 8
+S, PAGE, N, H, K, DH = 4, 4, 3, 4, 2, 8
+T = N * PAGE - 1  # tokens of a context, most
 TRITON_CALL = "__gpu$xla.gpu.triton"
 
 
 def draw():
-    """(q, new k and v, cache, slots): an empty cache, a full one and a slot that is not active."""
+    """(q, new k and v, cache, where): an empty context, a full one and a slot that is not active."""
     rng = np.random.default_rng()
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    new, cache = ((array(*shape, K, DH), array(*shape, K, DH)) for shape in ((S,), (S, T)))
-    slots = (jnp.array([0, T - 1, 5, 3]), jnp.array([True, True, True, False]))
-    return array(S, H, DH), new, cache, slots
+    pairs = ((S,), (S * N + 2, PAGE))
+    new, cache = ((array(*shape, K, DH), array(*shape, K, DH)) for shape in pairs)
+    tables = jnp.asarray(rng.permutation(S * N + 2)[: S * N].reshape(S, N), jnp.int32)
+    where = (jnp.array([0, T - 1, 5, 3]), jnp.array([True, True, True, False]), tables)
+    return array(S, H, DH), new, cache, where
+
+
+def of_slots(cache, where):
+    """k or v [S, N * PAGE, K, Dh] as each slot's table says."""
+    return np.asarray(cache)[np.asarray(where[2])].reshape(S, N * PAGE, *cache.shape[2:])
 
 
 def test_plain_appends_and_equals_float64():
-    q, new, cache, slots = draw()
-    out, kept = plain(q, new, cache, slots)
+    q, new, before, where = draw()
+    out, after = plain(q, new, before, where)
+    cache, kept = ([of_slots(c, where) for c in pair] for pair in (before, after))
     for s in range(3):
-        n = int(slots[0][s]) + 1
+        n = int(where[0][s]) + 1
         k, v = (np.concatenate([c[s, : n - 1], x[s][None]]) for c, x in zip(cache, new))
         assert all((np.asarray(now[s, :n]) == x).all() for now, x in zip(kept, (k, v)))
         k, v = (np.repeat(x.astype(np.float64), H // K, axis=1) for x in (k, v))
@@ -60,17 +67,23 @@ def test_plain_appends_and_equals_float64():
         want = np.einsum("ht,thd->hd", scores / scores.sum(-1, keepdims=True), v)
         np.testing.assert_allclose(out[s], want, atol=1e-6)
     assert all((now[3] == old[3]).all() for now, old in zip(kept, cache))
+    assert all(
+        (now != old).any(axis=(2, 3)).sum() == 3
+        for now, old in zip(map(np.asarray, after), map(np.asarray, before))
+    )
 
 
 @pytest.mark.slow
-def test_kernel_rotates_appends_and_attends_as_plain():
-    """Interpreted; 3 queries a group, which the kernel pads, and blocks of 4 that leave a rest."""
+@pytest.mark.parametrize("block", [2, 64])
+def test_kernel_rotates_appends_and_attends_as_plain(block):
+    """Interpreted; 3 queries a group, which the kernel pads, and blocks of half a page or a page that leave a rest."""
     rng, (group, Dh) = np.random.default_rng(), (3, 16)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     product, bias = array(2, S, K, group + 2, Dh), array(K, group + 2, Dh)
-    cache, slots = (array(S, T, K, Dh), array(S, T, K, Dh)), draw()[3]
+    pages = S * N + 2
+    cache, slots = (array(pages, PAGE, K, Dh), array(pages, PAGE, K, Dh)), draw()[3]
     cos, sin = rope_angles(slots[0][:, None], Dh, 1e4)
-    kernel = partial(decode_attention, tuning=Tuning(block=4, interpret=True))
+    kernel = partial(decode_attention, tuning=Tuning(block=block, interpret=True))
     got, kept = jax.jit(kernel)(product, bias, (cos[:, 0], sin[:, 0]), cache, slots)
     x = product.sum(axis=0) + bias
     rotated = lambda heads: apply_rope(heads[:, None], cos, sin)[:, 0]
@@ -99,13 +112,15 @@ def test_rows_kernels_equal_float64():
     np.testing.assert_allclose(normed, want, atol=1e-5)
 
 
-def test_what_runs_depends_on_the_device_and_the_slots():
-    assert choose_attention(tiny_settings(), 64, SERVE_RULES, make_mesh({}, jax.devices()[:1])) is PLAIN  # fmt: skip
+def test_what_runs_depends_on_the_device_and_the_pages():
+    assert choose_attention(tiny_settings(), SERVE_RULES, make_mesh({}, jax.devices()[:1])) is PLAIN
     device = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H100")
     mesh = SimpleNamespace(devices=np.array([device]), size=1)
     settings = tiny_settings(dtype="bfloat16", head_dim=16)
-    assert choose_attention(settings, 64, SERVE_RULES, mesh) is TRITON
-    assert choose_attention(settings, 16, SERVE_RULES, mesh) is CUDNN
+    assert choose_attention(settings, SERVE_RULES, mesh, page_size=64) is TRITON
+    assert choose_attention(settings, SERVE_RULES, mesh, page_size=48) is PLAIN
+    wide = SimpleNamespace(devices=mesh.devices, size=2, shape=dict.fromkeys(AXES, 1) | {"data": 2})
+    assert choose_attention(settings, SERVE_RULES, wide, page_size=64) is PLAIN
 
 
 @pytest.mark.parametrize(
@@ -121,7 +136,7 @@ def test_a_model_that_the_kernels_do_not_know_is_left_to_the_plain_form(changes,
     mesh = SimpleNamespace(devices=np.array([device]), size=1)
     settings = tiny_settings(dtype="bfloat16", head_dim=16, **changes)
     with caplog.at_level(logging.INFO, "rl_jax.engine.attention"):
-        assert choose_attention(settings, 64, SERVE_RULES, mesh, 64) is PLAIN
+        assert choose_attention(settings, SERVE_RULES, mesh, 64, 64) is PLAIN
         assert choose_chunk_attention(settings, SERVE_RULES, mesh, 64) is None
     assert caplog.text.count(reason) == 2
 
@@ -130,21 +145,22 @@ def test_a_model_whose_window_or_scale_says_nothing_has_the_kernels(caplog):
     device = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H100")
     mesh = SimpleNamespace(devices=np.array([device]), size=1)
     settings = tiny_settings(dtype="bfloat16", head_dim=16, window=64, attention_scale=0.25)
-    assert choose_attention(settings, 64, SERVE_RULES, mesh, 64) is TRITON
+    assert choose_attention(settings, SERVE_RULES, mesh, 64, 64) is TRITON
     assert choose_chunk_attention(settings, SERVE_RULES, mesh, 64) is not None
     with caplog.at_level(logging.INFO, "rl_jax.engine.attention"):
         found = choose_attention(
-            replace(settings, activation="gelu_tanh", post_norms=True), 64, SERVE_RULES, mesh, 64
+            replace(settings, activation="gelu_tanh", post_norms=True), SERVE_RULES, mesh, 64, 64
         )
     assert found == replace(TRITON, of_product=None)
     assert "kernels of layers know no model.activation=gelu_tanh, post_norms" in caplog.text
 
 
 def test_plain_sees_back_as_far_as_the_window():
-    q, new, cache, slots = draw()
-    got, kept = plain(q, new, cache, slots, Form(window=3, scale=0.7, softcap=1.5))
+    q, new, cache, where = draw()
+    got, kept = plain(q, new, cache, where, Form(window=3, scale=0.7, softcap=1.5))
+    kept = [of_slots(c, where) for c in kept]
     for s in range(3):
-        n = int(slots[0][s]) + 1
+        n = int(where[0][s]) + 1
         k, v = (np.repeat(np.asarray(c[s], np.float64), H // K, axis=1)[max(n - 3, 0) : n] for c in kept)  # fmt: skip
         scores = np.einsum("hd,thd->ht", np.asarray(q[s], np.float64), k) * 0.7
         scores = np.exp(1.5 * np.tanh(scores / 1.5))
@@ -154,8 +170,7 @@ def test_plain_sees_back_as_far_as_the_window():
 
 def lowered(step, *args) -> str:
     """The program for a GPU, from a machine without one."""
-    calls = [*cudnn_attention.CUSTOM_CALLS, TRITON_CALL]
-    allow = [export.DisabledSafetyCheck.custom_call(name) for name in calls]
+    allow = [export.DisabledSafetyCheck.custom_call(TRITON_CALL)]
     return export.export(jax.jit(step), platforms=["cuda"], disabled_checks=allow)(*args).mlir_module()  # fmt: skip
 
 
@@ -172,7 +187,7 @@ def fused_model(dtype: str, qk_norm: bool = False):
         "qk_norm": qk_norm,
     }
     model = build_model(tiny_settings(**shape, dtype=dtype, param_dtype=dtype), 264)
-    cache = jax.ShapeDtypeStruct((64, T, 2, 16), jnp.dtype(dtype))
+    cache = jax.ShapeDtypeStruct((64 * N, PAGE, 2, 16), jnp.dtype(dtype))
     slots = jax.eval_shape(lambda: empty_slots(EngineSettings(slots=64)))
     return model, DecodeState(((cache, cache),), slots)
 
@@ -192,12 +207,13 @@ def test_a_step_by_the_kernels_equals_the_portable_step(qk_norm):
         active=jnp.arange(64) != 5,
         max_new_tokens=jnp.full(64, 9),
     )
+    tables = jnp.asarray(rng.permutation(64 * N).reshape(64, N), jnp.int32)
     kernel = partial(decode_attention, tuning=Tuning(block=4, interpret=True))
     made = []
     heads = TRITON.of_heads if not qk_norm else plain  # the kernel itself has a test above
     for attention in (PLAIN, replace(TRITON, of_heads=heads, of_product=kernel, interpret=True)):
         step = partial(decode_step, model.packed, attention=attention)
-        made.append(jax.jit(step)(params, kv, slots))
+        made.append(jax.jit(step)(params, kv, slots, tables))
     (right, want), (kept, got) = made
     active = np.flatnonzero(slots.active)
     np.testing.assert_allclose(got[active], want[active], atol=1e-4)
@@ -205,22 +221,33 @@ def test_a_step_by_the_kernels_equals_the_portable_step(qk_norm):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_each_device_attends_with_its_own_heads():
+    q, new, cache, where = draw()
+    sharded = by_shard(PLAIN, make_mesh({"tensor": 2}, jax.devices()[:2]), ("tensor",))
+    (got, kept), (want, right) = (
+        jax.jit(lambda *args, step=step: step.of_heads(*args, Form()))(q, new, cache, where)
+        for step in (sharded, PLAIN)
+    )
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert all((a == b).all() for a, b in zip(kept, right))
+    assert {x.sharding.spec for x in kept} == {PartitionSpec(None, None, "tensor")}
+
+
 @pytest.mark.slow
-def test_kernels_lower_for_a_gpu_and_on_a_mesh():
+def test_kernels_lower_for_a_gpu():
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    new, cache = (bf16(S, K, 16), bf16(S, K, 16)), (bf16(S, T, K, 16), bf16(S, T, K, 16))
-    slots = tuple(jax.ShapeDtypeStruct((S,), dtype) for dtype in (jnp.int32, bool))
-    args = (bf16(S, H, 16), new, cache, slots)
-    mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
-    sharded = by_shard(CUDNN, mesh, ("data",), ("tensor",))
-    assert cudnn_attention.FORWARD in lowered(CUDNN.of_heads, *args)
-    assert cudnn_attention.FORWARD in lowered(sharded.of_heads, *args)
+    new, cache = (bf16(S, K, 16),) * 2, (bf16(S * N, 16, K, 16),) * 2
+    of_slot = (jax.ShapeDtypeStruct((S,), dtype) for dtype in (jnp.int32, bool))
+    args = (bf16(S, H, 16), new, cache, (*of_slot, jax.ShapeDtypeStruct((S, N), jnp.int32)))
     kind = {"device_kind": "NVIDIA H100 80GB HBM3", "num_cores": 132, "platform": "cuda"}
     known = inspect.signature(AbstractDevice).parameters  # jax 0.11 knows no platform
     model, state = fused_model("bfloat16")
-    abstract = {n: bf16(*a.shape) for n, a in model.packed.abstract.items()}, state
+    cache = (bf16(64 * N, 16, K, 16),) * 2
+    tables = jax.ShapeDtypeStruct((64, N), jnp.int32)
+    abstract = {n: bf16(*a.shape) for n, a in model.packed.abstract.items()}
     hopper = AbstractDevice(**{name: kind[name] for name in known if name in kind})
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=hopper)):
         assert TRITON_CALL in lowered(TRITON.of_heads, *args)
-        step = partial(generate, model.packed, step=Step(TRITON, True, 2))
-        assert lowered(step, *abstract).count(f"@{TRITON_CALL}") == 7
+        step = partial(generate, model.packed, step=Step(TRITON, True, 2, N * 16))
+        state = replace(state, kv=(cache,))
+        assert lowered(step, abstract, state, tables).count(f"@{TRITON_CALL}") == 7

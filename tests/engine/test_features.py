@@ -73,10 +73,11 @@ def test_prefill_and_decode_are_the_training_row(engine, params, kit, trained, r
     """At lag 0 the sampler's log-probs are the learner's, at the temperature of sampling."""
     contexts = [context_of(rng, n) for n in (2, 17, 30)]
     pieces = [Piece(np.array(c[:-1], np.int32), 0) for c in contexts]
-    prefixes = engine.prefill(params, pack(pieces, engine.settings.chunk_sizes), [None] * 3)
     slots = np.array([4, 0, 2], np.int32)
+    chunk = pack(pieces, engine.settings.chunk_sizes)
+    state = engine.append(params, engine.init_state(), kit.tables_of(engine, slots), chunk)
     armed = kit.sampling(contexts, seed=[1, 2, 3], temperature=[1.0, 0.7, 1.0])
-    state = engine.insert(engine.init_state(), prefixes, slots, armed)
+    state = engine.arm(state, slots, armed)
     _, results = kit.run_blocks(engine, params, state, slots.tolist(), 3)
     for context, slot, temperature in zip(contexts, slots.tolist(), (1.0, 0.7, 1.0), strict=True):
         got = results[slot]
@@ -91,7 +92,7 @@ def test_turns_appended_in_place_are_the_training_row(engine, params, kit, train
     for turn in range(4):
         state = kit.append_all(engine, params, state, [3], [context], [start])
         armed = kit.sampling([context], seed=turn, max_new_tokens=5)
-        state = engine.insert(state, [None], np.array([3], np.int32), armed)
+        state = engine.arm(state, np.array([3], np.int32), armed)
         state, results = kit.run_blocks(engine, params, state, [3], 2)
         got = results[3]
         assert (len(got.tokens), got.finish) == (5, FinishReason.LENGTH)
@@ -100,19 +101,17 @@ def test_turns_appended_in_place_are_the_training_row(engine, params, kit, train
         context = context + got.tokens + context_of(rng, 6)
 
 
-def test_kv_is_the_same_however_a_context_is_cut(engine, params, rng):
+def test_kv_is_the_same_however_a_context_is_cut(engine, params, kit, rng):
     context = np.array(context_of(rng, 50), np.int32)
-    sizes = engine.settings.chunk_sizes
-    whole = engine.prefill(params, pack([Piece(context, 0)], sizes), [None])[0]
-    state, slot = engine.init_state(), np.array([5], np.int32)
+    sizes, table = engine.settings.chunk_sizes, kit.tables_of(engine, [5])
+    whole = engine.append(params, engine.init_state(), table, pack([Piece(context, 0)], sizes))
+    state = engine.init_state()
     for start, end in ((0, 3), (3, 20), (20, 21), (21, 50)):  # across borders of tiles and windows
         chunk = pack([Piece(context[start:end], start)], sizes)
-        state = engine.append(params, state, slot, chunk)
-    cut = engine.extract(state, 5)
-    for a, b in zip(jax.tree.leaves(whole.kv), jax.tree.leaves(cut.kv), strict=True):
-        np.testing.assert_allclose(
-            np.asarray(a)[whole.row, :50], np.asarray(b)[cut.row, :50], atol=1e-5
-        )
+        state = engine.append(params, state, table, chunk)
+    found = [jax.tree.leaves(kit.kv_of(engine, made, 5, 50)) for made in (whole, state)]
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.slow

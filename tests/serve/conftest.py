@@ -17,7 +17,7 @@ from rl_jax.types import TurnError, TurnRequest
 
 PATIENCE_S = 20.0  # nothing here takes long; a hang must not look like a slow machine
 SETTINGS = EngineSettings(
-    slots=4, context=64, steps_per_block=4, chunk_sizes=(4, 16), chunk_requests=2,
+    slots=4, context=64, page_size=8, steps_per_block=4, chunk_sizes=(4, 16), chunk_requests=2,
     num_stop_tokens=2, append_limit=8,
 )  # fmt: skip
 SERVE = ServeSettings(queue_size=16, stop_deadline_s=PATIENCE_S)

@@ -80,16 +80,28 @@ def test_more_sessions_than_slots_wait_and_none_mixes_with_another(kit):
     assert d.server.stats()["stale_tokens"] == 0
 
 
-def test_unreleased_sessions_keep_their_slots_and_the_deadline_says_so(kit):
+def test_sessions_between_turns_hold_no_slot_and_who_waits_for_one_is_told(kit):
     d = kit.decode()
-    for i in range(4):
+    for i in range(9):
         d.turns.run(kit.request(f"e{i}"))
-    with pytest.raises(TurnError, match="4 live sessions hold all slots; release") as error:
-        d.turns.run(kit.request("late", deadline_s=0.05))
-    assert (error.value.kind, error.value.retryable) == ("deadline", True)
+    stats = d.server.stats()
+    assert (stats["sessions"], stats["free_slots"]) == (9, 4)
+    d.gate.close()
+    generating = [
+        d.turns.start(kit.request(f"e{i}", [i] * 5, turn=1, max_new_tokens=40)) for i in range(4)
+    ]
+    d.gate.arrive()
+    kit.until(lambda: (d.gate.step(), d.server.stats()["running"] == 4)[1])
+    late = d.turns.start(kit.request("late", deadline_s=0.01))
     waiting = d.turns.start(kit.request("next"))
-    d.server.release("e2#0")
-    assert len(waiting.result(kit.PATIENCE_S).tokens) == 6
+    time.sleep(0.02)
+    d.gate.step()
+    line = "0 of 4 slots and .* of 32 pages are free; run fewer"
+    with pytest.raises(TurnError, match=line) as error:
+        late.result(kit.PATIENCE_S)
+    assert (error.value.kind, error.value.retryable) == ("deadline", True)
+    d.gate.open()
+    assert [len(f.result(kit.PATIENCE_S).tokens) for f in (*generating, waiting)] == [40] * 4 + [6]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +114,8 @@ def test_a_server_that_fills_up_fills_first(kit, chunks_per_block, seen):
     blocker = d.turns.start(kit.request("e0", list(range(5)), max_new_tokens=40))
     d.gate.arrive()
     futures = [blocker] + [
-        d.turns.start(kit.request(f"e{i}", list(range(5)), max_new_tokens=20)) for i in (1, 2, 3)
+        d.turns.start(kit.request(f"e{i}", list(range(i, i + 5)), max_new_tokens=20))
+        for i in (1, 2, 3)
     ]
     for want in seen:
         d.gate.step()
@@ -111,7 +124,7 @@ def test_a_server_that_fills_up_fills_first(kit, chunks_per_block, seen):
     d.gate.open()
     for i, future in enumerate(futures):
         num = 20 if i else 40
-        want = d.engine.expected(list(range(5)), num)
+        want = d.engine.expected(list(range(i, i + 5)), num)
         assert future.result(kit.PATIENCE_S).tokens.tolist() == want
 
 

@@ -59,14 +59,14 @@ def test_prefix_of_other_tokens_is_refused(kit):
 
 def test_commit_between_chunks_starts_half_done_prefixes_anew(kit):
     d, p = kit.decode(), kit.prefill()
-    inner, done = p.engine.prefill, []
+    inner, done = p.engine.append, []
 
-    def prefill(params, chunk, prefixes):
+    def append(*args):
         if not done:  # the first chunk of two: the commit is obeyed before the second
             done.append(kit.commit_later(p, 5))
-        return inner(params, chunk, prefixes)
+        return inner(*args)
 
-    p.engine.prefill = prefill
+    p.engine.append = append
     context = list(range(30))
     prefix, _ = ask(p, kit.request(tokens=context), d.server).result(kit.PATIENCE_S)
     assert prefix.version == 5
@@ -74,6 +74,27 @@ def test_commit_between_chunks_starts_half_done_prefixes_anew(kit):
     kit.commit(d.server, 5)
     turn = d.turns.run(kit.request(tokens=context), prefix)
     assert turn.tokens.tolist() == d.engine.expected(context, 6, offset=5)
+
+
+def test_more_prefixes_than_it_has_pages_for_take_their_turn(kit):
+    """Four contexts in pieces at once are all that its cache holds; those of a high priority go first."""
+    d, p = kit.decode(), kit.prefill(version=None)
+    contexts = {f"e{i}": list(range(i, i + 41)) for i in range(9)}
+    futures = {
+        uid: ask(p, kit.request(uid, context, priority=int(uid[1])), d.server)
+        for uid, context in contexts.items()
+    }
+    order = []
+    for uid, future in futures.items():
+        future.add_done_callback(lambda _, uid=uid: order.append(uid))
+    kit.commit(p, 0)
+    for uid, context in contexts.items():
+        prefix, _ = futures[uid].result(kit.PATIENCE_S)
+        turn = d.turns.run(kit.request(uid, context), prefix)
+        assert turn.tokens.tolist() == d.engine.expected(context, 6)
+        d.server.release(f"{uid}#0")
+    assert order == sorted(contexts, reverse=True)
+    assert sorted(p._free_rows) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +121,7 @@ def test_every_job_is_answered_whatever_ends_it(kit):
     assert "out of memory" in str(refused)
     kit.commit(p, 1)
     assert isinstance(ask(p, kit.request("again"), d.server).result(kit.PATIENCE_S)[0], Prefix)
-    p.engine.prefill = None
+    p.engine.append = None
     error, _ = ask(p, kit.request("last"), d.server).result(kit.PATIENCE_S)
     assert isinstance(error, TurnError) and error.kind == "engine" and "TypeError" in str(error)
     assert p.num_jobs == 0

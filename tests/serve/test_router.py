@@ -199,7 +199,7 @@ def test_cancelled_generate_ends_the_turn_at_the_server(kit):
 def test_failed_prefill_server_costs_nothing_but_time(kit):
     d, p = kit.decode(), kit.prefill()
     router = Router([d.server], [p], PLAN)
-    p.engine.prefill = None  # its thread dies at the first job
+    p.engine.append = None  # its thread dies at the first job
     turn = run(router.generate(kit.request()))
     assert turn.tokens.tolist() == d.engine.expected([1, 2, 3], 6)
     assert router.stats()["prefill_fallbacks"] == 1

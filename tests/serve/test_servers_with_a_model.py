@@ -1,6 +1,7 @@
 """Router, prefill server and decode server round real engines: how often KV is computed, and the bits."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +16,7 @@ from rl_jax.testing.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.bits]
 
-SETTINGS = EngineSettings(slots=4, context=128, chunk_sizes=(64,), chunk_requests=4)
+SETTINGS = EngineSettings(slots=4, context=128, page_size=16, chunk_sizes=(64,), chunk_requests=4)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,9 @@ def world():
     publish(0)
     decode.wait_ready(120)
     router = Router([decode], [prefill], SimpleNamespace(pools_for=lambda tag: ()))
-    yield SimpleNamespace(publish=publish, router=router, prefill=prefill, decode=decode)
+    yield SimpleNamespace(
+        publish=publish, router=router, prefill=prefill, decode=decode, weights=weights
+    )
     for server in servers:
         server.close()
 
@@ -85,7 +88,7 @@ def test_ten_turns_compute_each_tokens_kv_once_per_version(world, kit):
     # One swap after turn 4: what was there then is computed once more, under the new version, and nothing else.
     before = counters(world)
     swap = lambda turn: world.publish(1) if turn == 4 else None
-    turns, context = asyncio.run(episode(world, kit, "twice", 10, after=swap))
+    turns, context = asyncio.run(episode(world, kit, "twice", 10, seed=1, after=swap))
     made = computed(world, before)
     at_swap = 20 + 4 * 9 + 3 - 1
     assert sum(made.values()) == len(context) - 6 - 1 + at_swap
@@ -124,3 +127,65 @@ def test_company_and_path_change_no_bit(world, kit):
         for turn, want in zip(turns, alone):
             assert turn.tokens.tolist() == want.tokens.tolist()
             assert turn.logprobs.tobytes() == want.logprobs.tobytes()
+
+
+@pytest.fixture(scope="module")
+def tight(world):
+    """A decode server of the same weights with pages for a third of its slots, on the device of the other one."""
+    mesh = make_mesh({}, jax.devices()[1:2])
+    settings = replace(SETTINGS, num_pages=11, steps_per_block=2, chunk_sizes=(16,))
+    model, _ = tiny_model()
+    engine = JaxEngine(model, mesh, SERVE_RULES, settings, "tight")
+    server = DecodeServer("tight", "decode", engine, ServeSettings())
+    server.start()
+    yield server
+    server.close()
+
+
+def test_preempted_aborted_shared_and_chunked_turns_are_those_of_an_idle_server(world, tight, kit):
+    """Greedy tokens equal and log-probs to 1e-5, on a server that has room for one long history and a little."""
+    world.publish(11)
+    placed = {n: jax.device_put(x, tight.param_shardings[n]) for n, x in world.weights[2].items()}
+    tight.stage("v11", 11, 0, placed)
+    tight.commit("v11", "recompute", 60.0)
+    tight.wait_ready(120)
+    rng = np.random.default_rng(1)
+    trunk = rng.integers(8, 264, 40).tolist()
+    contexts = [trunk + rng.integers(8, 264, n).tolist() for n in (3, 21, 3, 30, 0, 14)]
+
+    async def turns(router, stop_one):
+        ask = lambda i, context, **more: router.generate(
+            kit.request(f"{stop_one}{i}", context, temperature=0.0, max_new_tokens=40, **more)
+        )
+        asked = [asyncio.ensure_future(ask(i, context)) for i, context in enumerate(contexts)]
+        if stop_one:
+            await asyncio.sleep(0.02)
+            router.abort(f"{stop_one}1", "test")
+        made = list(await asyncio.gather(*asked))
+        if stop_one:  # and goes on where it was
+            first, done = made[1], len(made[1].tokens)
+            if done < 40:
+                longer = [*contexts[1], *first.tokens.tolist()]
+                rest = await ask(1, longer, token_index=done, turn=1)
+                made[1] = replace(
+                    first,
+                    tokens=np.concatenate([first.tokens, rest.tokens[: 40 - done]]),
+                    logprobs=np.concatenate([first.logprobs, rest.logprobs[: 40 - done]]),
+                )
+        return made
+
+    alone = [
+        asyncio.run(
+            world.router.generate(
+                kit.request(f"idle{i}", context, temperature=0.0, max_new_tokens=40)
+            )
+        )
+        for i, context in enumerate(contexts)
+    ]
+    local = Router([tight], [], SimpleNamespace(pools_for=lambda tag: ()))
+    split = Router([tight], [world.prefill], SimpleNamespace(pools_for=lambda tag: ()))
+    for name, router in (("", local), ("split", split), ("stop", local)):
+        for got, want in zip(asyncio.run(turns(router, name)), alone, strict=True):
+            assert got.tokens.tolist() == want.tokens.tolist()
+            np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+    assert tight.stats()["preempted"] > 0 and tight.stats()["cached_tokens"] > 0

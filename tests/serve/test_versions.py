@@ -118,8 +118,10 @@ def test_swap_while_a_long_context_is_being_extended_starts_it_anew(kit):
 def test_one_rebuilt_turn_decodes_while_others_are_still_rebuilt(kit):
     d = kit.decode(chunks_per_block=1, chunk_requests=1, chunk_sizes=(16,), slots=3)
     d.gate.close()
+    contexts = [list(range(i, i + 10)) for i in range(3)]
     futures = [
-        d.turns.start(kit.request(f"e{i}", list(range(10)), max_new_tokens=40)) for i in range(3)
+        d.turns.start(kit.request(f"e{i}", context, max_new_tokens=40))
+        for i, context in enumerate(contexts)
     ]
     d.gate.arrive()
     kit.until(lambda: (d.gate.step(), d.server.stats()["running"] == 3)[1])
@@ -129,10 +131,10 @@ def test_one_rebuilt_turn_decodes_while_others_are_still_rebuilt(kit):
     assert d.server.stats()["running"] == 1
     assert d.server.stats()["filling"] == 2
     d.gate.open()
-    for future in futures:
+    for future, context in zip(futures, contexts):
         turn = future.result(kit.PATIENCE_S)
         swap = turn.spans[0].end
-        want = d.engine.expected(list(range(10)), 40, offset=[0] * swap + [1] * (40 - swap))
+        want = d.engine.expected(context, 40, offset=[0] * swap + [1] * (40 - swap))
         assert turn.tokens.tolist() == want
         assert not turn.context_mixed.any()
 
@@ -161,7 +163,7 @@ def test_min_version_waits_for_the_commit(kit):
     assert not future.done() and spans(other) == [(0, 6, 1)]
     kit.commit(d.server, 2)
     assert spans(future.result(kit.PATIENCE_S)) == [(0, 6, 2)]
-    with pytest.raises(Exception, match="waiting for a slot of version 9 or later"):
+    with pytest.raises(Exception, match="waiting for a slot and pages under version 9 or later"):
         d.turns.run(kit.request("c", min_version=9, deadline_s=0.02))
 
 
