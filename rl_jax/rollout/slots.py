@@ -5,8 +5,8 @@ and a place may serve several tags, so slots are counted by place: each of them 
 Invariants: live episodes in a place <= its capacity, all together <= the environments the workers hold; evaluation
 episodes wait in line here and go first, so training cannot starve an evaluation. Training episodes never wait here: the
 scheduler starts only what is free. An episode counts from start to end, also while its environment acts: its KV should
-still be there when its next turn comes. Its turns go to the servers of its place. Of a tag's places the one that fewest tags may use comes first, so that
-a tag with a choice leaves room for one without; among equals the emptiest.
+still be there when its next turn comes. Its turns go to the servers of its place. Of a tag's places the one that fewest
+tags may use comes first, so that a tag with a choice leaves room for one without; among equals the emptiest.
 A slot is named by the place it was taken in: a pool that is fenced meanwhile must not change whose it is.
 Must not: be used off the rollout's loop; await anything but its own futures.
 """

@@ -279,7 +279,7 @@ class DecodeServer:
         self._loop.doing = f"extending {len(turns)} histories"
         start = time.perf_counter()
         chunk = pack(pieces, self.engine.settings.chunk_sizes)
-        tables = self._paging.tables[[turn.session.slot for turn in turns]]
+        tables = self._paging.tables[np.array([turn.session.slot for turn in turns])]
         self._state = self.engine.append(self._params, self._state, tables, chunk)
         self._times["chunk_s"] += time.perf_counter() - start
         self._table.filled(turns, pieces, self.version)

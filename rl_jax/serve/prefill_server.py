@@ -225,7 +225,7 @@ class PrefillServer:
             job.row = self._free_rows.pop() if job.row is None else job.row
             tokens = np.asarray(job.request.tokens[job.num_done : job.num_done + n], np.int32)
             pieces.append(Piece(tokens, job.num_done))
-        tables = self._tables[[job.row for job in jobs]]
+        tables = self._tables[np.array([job.row for job in jobs])]
         chunk = pack(pieces, sizes)
         self._state = self.engine.append(self._params, self._state, tables, chunk)
         jax.block_until_ready(self._state)  # paces the queue, and makes the times true
