@@ -168,8 +168,9 @@ class RequestTable:
             self.counters[new] += len(piece.tokens) - again
             session.wrote_kv(end, version)
             if turn.missing_kv == 0:
-                self._end_filling(turn)
+                self._filling.remove(turn)
                 self._share(session)
+                self._made(turn)
                 turn.phase = Phase.READY
                 self._ready.append(turn)
 
@@ -374,22 +375,26 @@ class RequestTable:
             self.counters["cached_tokens"] += found.num_tokens
             is_long = turn.cached_prompt > 0 and turn.missing_kv > self.engine.append_limit
             self.counters["long_appends"] += is_long
+        page_size = self.paging.spec.page_size
+        hashes = turn.chain or chain(session.tokens[: session.num_tokens - 1], page_size)
+        is_whole = found.num_tokens == session.num_tokens - 1
+        turn.fills = () if is_whole else tuple(hashes[found.num_tokens // page_size :])
+        self._filled_now.update(turn.fills)
         if turn.missing_kv:
             turn.phase = Phase.FILLING
             self._filling.append(turn)
-            page_size = self.paging.spec.page_size
-            hashes = turn.chain or chain(session.tokens[: session.num_tokens - 1], page_size)
-            turn.fills = tuple(hashes[session.kv_tokens // page_size :])
-            self._filled_now.update(turn.fills)
         else:
             turn.phase = Phase.READY
             self._ready.append(turn)
 
-    def _end_filling(self, turn: ActiveTurn) -> None:
-        self._filling.remove(turn)
-        self._filled_now -= Counter(turn.fills)  # drops those at 0
+    def _made(self, turn: ActiveTurn) -> None:
+        """What the turn computed, or brought, is there or given up: nobody waits for it any more."""
+        for page in turn.fills:
+            self._filled_now[page] -= 1
+            if not self._filled_now[page]:
+                del self._filled_now[page]
+        self._can_admit |= bool(turn.fills)
         turn.fills = ()
-        self._can_admit = True
 
     def _usable(self, turn: ActiveTurn) -> bool:
         """Whether the turn's prefix may be read here."""
@@ -411,8 +416,9 @@ class RequestTable:
     def _leave(self, turn: ActiveTurn, keeps: bool) -> None:
         """The turn gives up its slot and pages; keeps: its KV is worth to be listed."""
         session = turn.session
+        self._made(turn)
         if turn.phase is Phase.FILLING:
-            self._end_filling(turn)
+            self._filling.remove(turn)
         elif turn.phase is Phase.READY:
             self._ready.remove(turn)
         elif session.slot is not None:
@@ -441,6 +447,7 @@ class RequestTable:
         self._running[event.slot] = turn
         if had_prefix:
             self._share(turn.session)
+        self._made(turn)
 
     def _tokens(self, event: Tokens) -> None:
         turn = self.running_turn(event.slot, event.epoch)

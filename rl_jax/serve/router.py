@@ -5,11 +5,13 @@ Owns: which decode server each live session is on. Runs on the asyncio thread an
 servers answer from their threads through `call_soon_threadsafe`. Life of a turn:
 1. Its session stays on the decode server that holds its history; a new session goes to the pool
    that its slot was taken in, without one to the preferred pools of its tag (MeshPlan.pools_for),
-   there to the server with the fewest live sessions.
+   there to the server that was sent the same context before, unless that has AFFINITY_SLACK of its
+   slots more live sessions than another, else to the one with the fewest live sessions.
 2. Where prefill servers exist and the decode server holds no KV for the session that this version
-   may read, the prefill server with the shortest queue computes the whole prefix and hands it over.
-   Else, without prefill servers or with a live history, the decode server extends its own KV: a
-   suffix that is moved costs more than one that is appended in chunks (those over
+   may read, the prefill server with the shortest queue computes the whole prefix and hands it over;
+   who comes with the same context meanwhile waits for that, and finds it in the decode server's
+   prefix tree. Else, without prefill servers or with a live history, the decode server extends its
+   own KV: a suffix that is moved costs more than one that is appended in chunks (those over
    engine.append_limit are counted as long_appends). If a prefill server fails, the decode server
    does it all.
 3. The decode server answers, or the deadline passes and the turn is aborted there.
@@ -20,13 +22,19 @@ Must not: retry a turn (the episode does, once), or wait in abort and release.
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
+
+AFFINITY_SLACK = 0.25  # of a server's slots
+MAX_CONTEXTS = 4096  # remembered for affinity, the latest
 
 
 @dataclass(eq=False)
@@ -46,6 +54,17 @@ class Flight:
     prefill: PrefillServer | None = None
     aborted: str | None = None
     times_s: dict[str, float] = field(default_factory=dict)
+    on_sent: Callable[[], None] | None = None  # once, when the decode server has the request
+
+    def sent(self) -> None:
+        on_sent, self.on_sent = self.on_sent, None
+        if on_sent is not None:
+            on_sent()
+
+
+def context_hash(request: TurnRequest) -> int:
+    """Of the tokens whose KV a turn needs before it samples."""
+    return hash(np.asarray(request.tokens[:-1], np.int32).tobytes())
 
 
 class TemplateMismatch(ValueError):
@@ -83,9 +102,13 @@ class Router:
         self._decode, self._prefill, self._plan = tuple(decode), tuple(prefill), plan
         self._sessions: dict[str, Placed] = {}
         self._flights: dict[str, list[Flight]] = {}  # by uid
-        self._counters = dict.fromkeys(
-            ("turns", "prefilled", "prefill_fallbacks", "moved_sessions", "deadlines", "errors"), 0
-        )
+        self._sent: OrderedDict[int, str] = (
+            OrderedDict()
+        )  # hash of a first context -> decode server
+        # (decode server, its version, hash of the context) -> done when the prefix is with the decode server
+        self._computing: dict[tuple[str, int, int], asyncio.Future] = {}
+        counted = "turns prefilled prefill_fallbacks prefill_shared moved_sessions deadlines errors"
+        self._counters = dict.fromkeys(counted.split(), 0)
 
     async def generate(self, request: TurnRequest) -> Turn:
         """One turn. Raises: TurnError."""
@@ -103,6 +126,7 @@ class Router:
             self._counters["errors"] += isinstance(error, TurnError)
             raise
         finally:
+            flight.sent()
             flights = self._flights[request.uid]
             flights.remove(flight)
             if not flights:
@@ -170,7 +194,17 @@ class Router:
         held = dict.fromkeys((server.name for server in self._decode), 0)
         for other in self._sessions.values():
             held[other.server.name] += 1
-        server = min(choices, key=lambda s: held[s.name] / s.engine.settings.slots)
+        load = {s.name: held[s.name] / s.engine.settings.slots for s in choices}
+        least = min(load.values())
+        before = self._sent.get(context := context_hash(request))
+        server = min(
+            choices,
+            key=lambda s: (s.name != before or load[s.name] > least + AFFINITY_SLACK, load[s.name]),
+        )
+        self._sent[context] = server.name
+        self._sent.move_to_end(context)
+        if len(self._sent) > MAX_CONTEXTS:
+            self._sent.popitem(last=False)
         known = 0 if placed is None else placed.known
         self._counters["moved_sessions"] += placed is not None
         self._sessions[request.session] = Placed(server, known)
@@ -186,6 +220,13 @@ class Router:
             return None
         if decode.live_tokens(request.session, decode.version):
             return None
+        key = (decode.name, decode.version, context_hash(request))
+        if (other := self._computing.get(key)) is not None:
+            await self._until(other, deadline, f"the prefix of {request.key}, computed for another")
+            self._counters["prefill_shared"] += 1
+            return None
+        done = self._computing[key] = asyncio.get_running_loop().create_future()
+        flight.on_sent = lambda: self._sent_prefix(key, done)
         flight.prefill = server = min(servers, key=lambda s: s.num_jobs)
         ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
         result, times_s = await self._call(
@@ -203,12 +244,26 @@ class Router:
         self._counters["prefill_fallbacks"] += flight.aborted is None
         return None
 
+    def _sent_prefix(self, key: tuple[str, int, int], done: asyncio.Future) -> None:
+        """The prefix is with the decode server, or will never be: who waits for it goes on."""
+        del self._computing[key]
+        if not done.done():
+            done.set_result(None)
+
+    async def _until(self, future: asyncio.Future, deadline: float, what: str) -> None:
+        """Raises: TurnError deadline."""
+        done, _ = await asyncio.wait([future], timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            self._counters["deadlines"] += 1
+            raise TurnError("deadline", "router", f"waited for {what}", retryable=True)
+
     async def _decode_turn(self, flight: Flight, prefix: Prefix | None, deadline: float) -> Turn:
         request, server = flight.request, flight.decode
         ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
 
         def send(answer: Callable[[Any], None]) -> None:
             server.submit(ask, prefix, answer)
+            flight.sent()
             if flight.aborted is not None:  # while its prefix was computed
                 server.abort(request.uid, flight.aborted)
 

@@ -99,7 +99,7 @@ class ActiveTurn:
     chain: list[int] | None = (
         None  # paging.chain of the context without its last token, while it waits
     )
-    fills: tuple[int, ...] = ()  # of these, what it computes now
+    fills: tuple[int, ...] = ()  # of these, what it computes now, or brings
     cached_prompt: int = 0
     admitted_s: float = 0.0
     armed_s: float = 0.0

@@ -293,3 +293,44 @@ def test_a_server_of_another_chat_template_is_refused_with_both_hashes(kit):
         )
         assert f"this run renders with {ours}" in str(caught.value)
         server.template_sha256 = ours
+
+
+def test_samples_of_one_prompt_are_prefilled_and_sent_once(kit):
+    servers = [kit.decode(name=f"decode.{i}", slots=8) for i in range(2)]
+    p = kit.prefill(version=None)
+    router = Router([d.server for d in servers], [p], PLAN)
+    prompt = list(range(3, 43))
+
+    async def group(num, name):
+        asks = [router.generate(kit.request(f"{name}/{i}", prompt, seed=i)) for i in range(num)]
+        tasks = [asyncio.ensure_future(ask) for ask in asks]
+        if name == "g":
+            await asyncio.sleep(0.01)
+            await asyncio.to_thread(kit.commit, p, 0)
+        return await asyncio.gather(*tasks)
+
+    for i, turn in enumerate(run(group(4, "g"))):
+        assert turn.tokens.tolist() == servers[0].engine.expected(prompt, 6, seed=i)
+    made, (first, second) = p.stats(), (d.server.stats() for d in servers)
+    # Two slots more than on the other server are a quarter of its slots: three go together, and one to the other.
+    assert (first["finished"], second["finished"]) == (3, 1)
+    assert made["finished"] == 2 and made["prefill_tokens"] == 2 * 39
+    assert first["received_tokens"] + second["received_tokens"] == 2 * 39
+    assert first["cached_tokens"] == 2 * 39 and router.stats()["prefill_shared"] == 2
+
+
+def test_who_waits_for_anothers_prefix_goes_on_when_that_fails(kit):
+    d, p = kit.decode(), kit.prefill(version=None)
+    router = Router([d.server], [p], PLAN)
+
+    async def both():
+        asks = [
+            router.generate(kit.request(f"e{i}", [1, 2, 3, 4], deadline_s=5.0)) for i in range(2)
+        ]
+        first, second = (asyncio.ensure_future(ask) for ask in asks)
+        await asyncio.sleep(0.01)
+        first.cancel()
+        return await second
+
+    assert run(both()).tokens.tolist() == d.engine.expected([1, 2, 3, 4], 6)
+    assert not router._computing
