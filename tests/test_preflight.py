@@ -202,9 +202,13 @@ def test_programs_of_all_roles_and_of_distinct_servers_are_traced(tmp_path, caps
     ) and "simulated on the CPU (kernels chosen by platform are not" in out
     names = json.loads((tmp_path / "plan.json").read_text())["programs"]
     assert names[:4] == ["critic's values", "critic step", "policy step", "reference_logprobs"]
-    assert {"prefill.0 prefill", "decode.0 append", "decode.0 insert", "decode.0 generate"} < {
-        *names
-    }
+    assert {
+        "prefill.0 append",
+        "prefill.0 extract",
+        "decode.0 append",
+        "decode.0 insert",
+        "decode.0 generate",
+    } < {*names}
     assert not [name for name in names if name.startswith(("prefill.1", "decode.1"))]
 
 
