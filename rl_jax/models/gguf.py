@@ -1,6 +1,6 @@
 """GGUF files: their metadata as a config.json, their tensors dequantised under Hugging Face names.
 
-Owns: ARCHITECTURES and TENSORS. Tensors are float32, one at a time, from a mapped file. What llama.cpp's converter
+Owns: ARCHITECTURES and TENSORS. Tensors are float32, of their own memory, one at a time. What llama.cpp's converter
 changed is undone: the rows of q and k of arch "llama" that it permuted for its rope, and the 1 that it added to the
 norms of Gemma. A file without output.weight has tied embeddings. The factors of Llama 3's rope scaling, which it keeps
 as a tensor and not as the four numbers they came from, are recognised, or refused.
@@ -171,7 +171,10 @@ class GGUF:
 
     def _array(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
-        array = self._dequantize(tensor.data, tensor.tensor_type)
+        mapped = tensor.data
+        # Read, not mapped: pages of a mapped file count as ours until the system wants them back.
+        data = np.fromfile(self.path, mapped.dtype, mapped.size, offset=int(tensor.data_offset))
+        array = self._dequantize(data.reshape(mapped.shape), tensor.tensor_type)
         return np.asarray(array, np.float32).reshape(self._shape(name))
 
     def _check_types(self) -> None:
