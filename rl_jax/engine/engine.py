@@ -41,6 +41,7 @@ from rl_jax.settings import EngineSettings
 from rl_jax.types import BlockTokens, PrefillChunk, SlotSampling
 
 MIN_VISIBLE = 256  # positions of the smallest attention bucket; each next one is 4 times larger
+MIN_MOVED = 64  # pages of the smallest bucket of extract and insert
 MIN_TILE, MAX_TILE = (
     16,
     128,
@@ -95,7 +96,7 @@ class JaxEngine:
         self.visible_buckets = page_buckets(self.spec, settings.context)
         # What one chunk completes moves together, and so does the longest history.
         together = self.spec.pages_of(settings.chunk_sizes[-1]) + settings.chunk_requests
-        self.move_buckets = buckets(self.visible_buckets[0], max(settings.table_pages, together))
+        self.move_buckets = buckets(MIN_MOVED, max(settings.table_pages, together))
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         page_size = self.spec.page_size
         attention = choose_attention(s, rules_serve, mesh, settings.context, page_size)
