@@ -190,7 +190,7 @@ def check(engine, params, chunk) -> float:
     got = engine.append(params, engine.init_state(), tables, chunk).kv[-1][0]
     want = engine._extend(
         params, engine.init_state().kv, *engine._chunk_args(chunk),
-        engine._tables(tables, engine.num_requests),
+        engine._tables(tables),
         visible=engine._visible(chunk), tile=tile_of(len(chunk.tokens)), fresh=None,
     )[-1][0]  # fmt: skip
     got, want = (np.asarray(jax.device_get(x), np.float32) for x in (got, want))

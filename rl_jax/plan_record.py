@@ -139,8 +139,8 @@ def memory_rows(
     served = jnp.dtype(settings.model.dtype).itemsize
     master = jnp.dtype(settings.model.param_dtype).itemsize
     m, e = settings.model, settings.engine
-    page = min(e.page_size, e.context)
-    cache = KVSpec(m.num_layers, m.num_kv_heads, m.head_dim, page, e.cache_pages, m.dtype)
+    pages = e.page_tokens, e.cache_pages
+    cache = KVSpec(m.num_layers, m.num_kv_heads, m.head_dim, *pages, m.dtype)
     rows = []
     for server in plan.servers:
         weights = _sharded_size(model, server.rules, server.axes) * served

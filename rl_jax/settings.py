@@ -100,9 +100,14 @@ class EngineSettings:
     append_limit: int = 256
 
     @property
+    def page_tokens(self) -> int:
+        """page_size, or what stands in its place."""
+        return min(self.page_size, self.context)
+
+    @property
     def table_pages(self) -> int:
         """Pages of a history that fills the context."""
-        return -(-self.context // min(self.page_size, self.context))
+        return -(-self.context // self.page_tokens)
 
     @property
     def cache_pages(self) -> int:

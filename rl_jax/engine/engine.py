@@ -81,7 +81,7 @@ class JaxEngine:
             num_layers=s.num_layers,
             num_kv_heads=s.num_kv_heads,
             head_dim=s.head_dim,
-            page_size=min(settings.page_size, settings.context),
+            page_size=settings.page_tokens,
             num_pages=settings.cache_pages,
             dtype=s.dtype,
         )
@@ -157,7 +157,7 @@ class JaxEngine:
             params,
             state.kv,
             *self._chunk_args(chunk),
-            self._tables(tables, self.num_requests),
+            self._tables(tables),
             visible=visible,
             **how,
         )
@@ -336,9 +336,9 @@ class JaxEngine:
     def _last_position(self, bucket: int) -> int:
         return min(bucket * self.spec.page_size, self.settings.context) - 1
 
-    def _tables(self, tables: np.ndarray, num_rows: int) -> np.ndarray:
-        """Padded to so many rows, and to the pages of a full context."""
-        out = np.full((num_rows, self.settings.table_pages), NO_PAGE, np.int32)
+    def _tables(self, tables: np.ndarray) -> np.ndarray:
+        """Padded to a row for each request of a chunk, and to the pages of a full context."""
+        out = np.full((self.num_requests, self.settings.table_pages), NO_PAGE, np.int32)
         out[: len(tables), : tables.shape[1]] = tables
         return out
 

@@ -69,7 +69,8 @@ def extend(
     write = {"mode": "drop", "unique_indices": True}
     new_kv = list(kv)
     if fresh is None:
-        of_cache = tiles(model.settings, segment, position, lengths, tables[:, :visible], tile)
+        sizes = (page_size, tile)
+        of_cache = tiles(model.settings, segment, position, lengths, tables[:, :visible], sizes)
     else:
         of_row = fresh(segment, lengths.shape[0])
 
@@ -91,21 +92,26 @@ def tiles(
     position: jax.Array,
     lengths: jax.Array,
     tables: jax.Array,  # i32[R, visible]
-    tile: int,
+    sizes: tuple[int, int],  # tokens of a page, queries of a tile
 ) -> Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]:
     """(layer, q [1, C, H, Dh], the cache's k and v) -> [1, C, H, Dh], tile by tile."""
+    page_size, tile = sizes
     of_tile, of_token = tile_index(segment, lengths, tile)  # [N, tile], [C]
     tile_position = position.at[of_tile].get(mode="fill", fill_value=-1)  # [N, tile]
     owner = segment.at[of_tile[:, 0]].get(mode="fill", fill_value=0)  # [N]
     tile_table = tables[jnp.maximum(owner, 0)]  # [N, visible]
+    last = tile_position.max(axis=1)  # [N]
     forms = [form_of(settings, layer) for layer in range(settings.num_layers)]
+    masks = {  # [N, tile, visible * page_size]
+        window: visible_positions(tile_position, tables.shape[1] * page_size, window)
+        for window in sorted({form.window for form in forms})
+    }
 
     def attend(layer, q, k_cache, v_cache):
         form = forms[layer]
         q_tiles = q[0].at[of_tile].get(mode="fill", fill_value=0)  # [N, tile, H, Dh]
-        k_tiles, v_tiles = read_pages((k_cache, v_cache), tile_table, tile_position.max(axis=1))
-        mask = visible_positions(tile_position, k_tiles.shape[1], form.window)
-        out = attend_tiles(q_tiles, k_tiles, v_tiles, mask, form)
+        k_tiles, v_tiles = read_pages((k_cache, v_cache), tile_table, last)
+        out = attend_tiles(q_tiles, k_tiles, v_tiles, masks[form.window], form)
         out = out.reshape(-1, *out.shape[2:])  # [N, tile, H, Dh] -> [N * tile, H, Dh]
         return out.at[of_token].get(mode="fill", fill_value=0)[None]
 

@@ -7,7 +7,7 @@ AXES = ("data", "fsdp", "tensor", "expert", "context")
 KINDS = ("prefill", "decode", "train", "colocated", "role")
 SERVING = ("prefill", "decode", "colocated")
 
-# Axes of weights, then of activations ("batch", "length") of the slots and of the KV cache ("pages").
+# Axes of weights, then of activations ("batch", "length"), of slots, and of the KV cache ("pages").
 LOGICAL_AXES = (
     "vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "norm", "batch", "length", "slots",
     "pages",

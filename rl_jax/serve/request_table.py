@@ -140,9 +140,13 @@ class RequestTable:
             if is_full or not self._free_slots:
                 left += self._waiting[i:]
                 break
-            if turn.request.min_version > version or self._waits_for_another(turn):
+            if turn.request.min_version > version:
                 left.append(turn)
-            elif not self._admit(turn):
+                continue
+            found = self._find(turn)
+            if self._waits_for_another(turn, found):
+                left.append(turn)
+            elif not self._admit(turn, found):
                 is_full = True
                 left.append(turn)
         self._waiting = left
@@ -328,23 +332,30 @@ class RequestTable:
             origins.append(session.listed)
         return origins
 
-    def _waits_for_another(self, turn: ActiveTurn) -> bool:
+    def _find(self, turn: ActiveTurn) -> Found:
+        """What the tree has of the turn's history."""
+        session = turn.session
+        return self.paging.find(self._origins(session), session.tokens[: session.num_tokens - 1])
+
+    def _chain(self, turn: ActiveTurn) -> list[int]:
+        if turn.chain is None:
+            tokens = turn.session.tokens[: turn.session.num_tokens - 1]
+            turn.chain = chain(tokens, self.paging.spec.page_size)
+        return turn.chain
+
+    def _waits_for_another(self, turn: ActiveTurn, found: Found) -> bool:
         """Whether the next page that the tree lacks is being computed for another turn."""
         if not self._filled_now or turn.prefix is not None:
             return False
-        session, page_size = turn.session, self.paging.spec.page_size
-        tokens = session.tokens[: session.num_tokens - 1]
-        if turn.chain is None:
-            turn.chain = chain(tokens, page_size)
-        found = self.paging.find(self._origins(session), tokens).num_tokens
-        return found < len(tokens) and turn.chain[found // page_size] in self._filled_now
+        if found.num_tokens == turn.session.num_tokens - 1:
+            return False
+        return self._chain(turn)[found.num_tokens // self.paging.spec.page_size] in self._filled_now
 
-    def _admit(self, turn: ActiveTurn) -> bool:
+    def _admit(self, turn: ActiveTurn, found: Found) -> bool:
         """False: there are too few pages."""
         session, context = turn.session, self.engine.context
-        n = session.num_tokens - 1
-        found = self.paging.find(self._origins(session), session.tokens[:n])
-        if self._usable(turn) and found.num_tokens < n:
+        usable = self._usable(turn)
+        if usable and found.num_tokens < session.num_tokens - 1:
             found = Found(found.origin, (), 0)  # all of it comes with the turn
         slot, room = self._free_slots[-1], min(session.num_tokens + self.lead, context)
         if not self.paging.admit(slot, found, room):
@@ -355,14 +366,14 @@ class RequestTable:
                 return False
         session.slot = self._free_slots.pop()
         turn.admitted_s = turn.admitted_s or self.now_s
-        self._begin(turn, found)
+        self._begin(turn, found, usable)
         return True
 
-    def _begin(self, turn: ActiveTurn, found: Found) -> None:
-        """With its slot and pages: count what is there, and what is missing."""
+    def _begin(self, turn: ActiveTurn, found: Found, usable: bool) -> None:
+        """With its slot and pages: count what is there, and what is missing. usable: of its prefix."""
         session, prefix = turn.session, turn.prefix
-        if prefix is not None and (found.num_tokens or not self._usable(turn)):
-            self.counters["refused_prefixes"] += not self._usable(turn)
+        if prefix is not None and (found.num_tokens or not usable):
+            self.counters["refused_prefixes"] += not usable
             session.computed = max(session.computed, prefix.num_tokens)
             turn.prefix = prefix = None
         if prefix is not None:
@@ -375,10 +386,9 @@ class RequestTable:
             self.counters["cached_tokens"] += found.num_tokens
             is_long = turn.cached_prompt > 0 and turn.missing_kv > self.engine.append_limit
             self.counters["long_appends"] += is_long
-        page_size = self.paging.spec.page_size
-        hashes = turn.chain or chain(session.tokens[: session.num_tokens - 1], page_size)
-        is_whole = found.num_tokens == session.num_tokens - 1
-        turn.fills = () if is_whole else tuple(hashes[found.num_tokens // page_size :])
+        if found.num_tokens < session.num_tokens - 1:
+            first = found.num_tokens // self.paging.spec.page_size
+            turn.fills = tuple(self._chain(turn)[first:])
         self._filled_now.update(turn.fills)
         if turn.missing_kv:
             turn.phase = Phase.FILLING

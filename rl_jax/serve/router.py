@@ -102,9 +102,8 @@ class Router:
         self._decode, self._prefill, self._plan = tuple(decode), tuple(prefill), plan
         self._sessions: dict[str, Placed] = {}
         self._flights: dict[str, list[Flight]] = {}  # by uid
-        self._sent: OrderedDict[int, str] = (
-            OrderedDict()
-        )  # hash of a first context -> decode server
+        # Hash of a session's first context -> the decode server that it went to, the latest last.
+        self._homes: OrderedDict[int, str] = OrderedDict()
         # (decode server, its version, hash of the context) -> done when the prefix is with the decode server
         self._computing: dict[tuple[str, int, int], asyncio.Future] = {}
         counted = "turns prefilled prefill_fallbacks prefill_shared moved_sessions deadlines errors"
@@ -196,15 +195,15 @@ class Router:
             held[other.server.name] += 1
         load = {s.name: held[s.name] / s.engine.settings.slots for s in choices}
         least = min(load.values())
-        before = self._sent.get(context := context_hash(request))
+        before = self._homes.get(context := context_hash(request))
         server = min(
             choices,
             key=lambda s: (s.name != before or load[s.name] > least + AFFINITY_SLACK, load[s.name]),
         )
-        self._sent[context] = server.name
-        self._sent.move_to_end(context)
-        if len(self._sent) > MAX_CONTEXTS:
-            self._sent.popitem(last=False)
+        self._homes[context] = server.name
+        self._homes.move_to_end(context)
+        if len(self._homes) > MAX_CONTEXTS:
+            self._homes.popitem(last=False)
         known = 0 if placed is None else placed.known
         self._counters["moved_sessions"] += placed is not None
         self._sessions[request.session] = Placed(server, known)
@@ -222,7 +221,8 @@ class Router:
             return None
         key = (decode.name, decode.version, context_hash(request))
         if (other := self._computing.get(key)) is not None:
-            await self._until(other, deadline, f"the prefix of {request.key}, computed for another")
+            what = f"the prefix of {request.key}, computed for another"
+            await self._within(asyncio.shield(other), deadline, what)
             self._counters["prefill_shared"] += 1
             return None
         done = self._computing[key] = asyncio.get_running_loop().create_future()
@@ -249,13 +249,6 @@ class Router:
         del self._computing[key]
         if not done.done():
             done.set_result(None)
-
-    async def _until(self, future: asyncio.Future, deadline: float, what: str) -> None:
-        """Raises: TurnError deadline."""
-        done, _ = await asyncio.wait([future], timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            self._counters["deadlines"] += 1
-            raise TurnError("deadline", "router", f"waited for {what}", retryable=True)
 
     async def _decode_turn(self, flight: Flight, prefix: Prefix | None, deadline: float) -> Turn:
         request, server = flight.request, flight.decode
@@ -284,6 +277,10 @@ class Router:
                 future.set_result(result)
 
         send(lambda result: loop.call_soon_threadsafe(settle, result))
+        return await self._within(future, deadline, what)
+
+    async def _within(self, future: asyncio.Future, deadline: float, what: str) -> Any:
+        """Its result. Raises: TurnError deadline."""
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 return await future

@@ -52,8 +52,7 @@ class FakeEngine:
         self.mesh = make_mesh({}, jax.devices()[device : device + 1])
         self.param_shardings = {"offset": named_sharding((), {}, self.mesh)}
         self.prefix_sharding = named_sharding((None,) * 4, {}, self.mesh)
-        page_size = min(settings.page_size, settings.context)
-        self.spec = KVSpec(1, 1, 1, page_size, settings.cache_pages, "float32")
+        self.spec = KVSpec(1, 1, 1, settings.page_tokens, settings.cache_pages, "float32")
         self.move_buckets = (settings.cache_pages,)
         self.before_block = before_block
         self.before_compile: Callable[[FakeEngine], None] = lambda engine: None
