@@ -6,6 +6,7 @@ Must not: be called from the rollout's own loop.
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -28,8 +29,8 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return done.result()
     except BaseException:
-        if not done.done():  # the caller was interrupted, not the coroutine
-            loop.call_soon_threadsafe(task.cancel)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the coroutine had ended
+            loop.call_soon_threadsafe(task.cancel)  # nothing, to a task that is done
         raise
     finally:
         thread.join()

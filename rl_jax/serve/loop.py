@@ -117,9 +117,7 @@ class Loop:
 
 
 def answer(on_done: Callable[..., None], *result: Any) -> bool:
-    """Hand a result to a caller's code; False if it raised (a closed event loop), which must not
-    stop the server.
-    """
+    """Hand a result to a caller's code; False if it raised, which must not stop the server."""
     try:
         on_done(*result)
         return True

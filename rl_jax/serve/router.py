@@ -276,7 +276,14 @@ class Router:
             if not future.done():
                 future.set_result(result)
 
-        send(lambda result: loop.call_soon_threadsafe(settle, result))
+        def tell(result: Any) -> None:
+            try:
+                loop.call_soon_threadsafe(settle, result)
+            except RuntimeError:
+                if not loop.is_closed():  # its caller ended first, and nobody waits
+                    raise
+
+        send(tell)
         return await self._within(future, deadline, what)
 
     async def _within(self, future: asyncio.Future, deadline: float, what: str) -> Any:

@@ -196,6 +196,23 @@ def test_cancelled_generate_ends_the_turn_at_the_server(kit):
     kit.until(lambda: d.server.stats()["finish_abort"] == 1)
 
 
+def test_an_answer_after_its_callers_loop_was_closed_is_nobodys_and_no_fault(kit, caplog):
+    d = kit.decode()
+    router = Router([d.server], [], PLAN)
+    d.gate.close()
+
+    async def main():
+        task = asyncio.create_task(router.generate(kit.request(max_new_tokens=40)))
+        await asyncio.to_thread(d.gate.arrive)
+        task.cancel()
+
+    run(main())
+    d.gate.open()
+    kit.until(lambda: d.server.stats()["finish_abort"] == 1)
+    d.server.close()
+    assert d.server.stats()["callback_errors"] == 0 and not caplog.records
+
+
 def test_failed_prefill_server_costs_nothing_but_time(kit):
     d, p = kit.decode(), kit.prefill()
     router = Router([d.server], [p], PLAN)
