@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 from benchmarks.report import Report, median_s  # noqa: E402
 from kernels import paged_attention as pa  # noqa: E402
 from kernels import paged_attention_hopper as hopper  # noqa: E402
+from rl_jax.engine.attention import parts_of  # noqa: E402
 
 PAGE, STEPS = 64, 16
 HEADS = {"7b": (4, 7), "1.5b": (2, 6), "tiny": (1, 2)}  # kv heads, queries of each
@@ -39,6 +40,9 @@ PREDICTIONS = {
     "7b 256 x 1024 kernel, 2,1 stages": 0.155,
     "7b 256 x 4096 kernel, 2,2 stages": 0.585,
     "7b 256 x 16384 kernel, 2,2 stages": 2.35,
+    "7b 256 x 16384, window 1024, soft cap 50 kernel, 2,1 stages": 0.20,  # the bytes of 1,024, and tanh
+    "7b 16 x 1024 kernel, 2,1 stages": 0.020,  # 17 MB; launches and the sum over parts
+    "7b 64 x 1024 kernel, 2,1 stages": 0.052,
     "7b 32 groups of 8, 960 shared + 64, items of 4 pages": 0.045,
 }
 
@@ -57,8 +61,12 @@ def main() -> None:
     rate = copy_rate()
     report.head["copy_gb_per_s"] = round(rate / 1e9)
     for shape in args.shapes:
-        for context in args.contexts:
-            bench(report, shape, args.batch, context, rate, args)
+        for batch in args.batch:
+            for context in args.contexts:
+                bench(report, (shape, batch, context, 0, 0.0), rate, args)
+        if args.window:
+            batch, context = max(args.batch), max(args.contexts)
+            bench(report, (shape, batch, context, args.window, 50.0), rate, args)
         shared(report, shape, rate, args)
     report.print_table()
 
@@ -66,7 +74,8 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shapes", nargs="+", default=["7b"], choices=list(HEADS))
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int, nargs="+", default=[256])
+    parser.add_argument("--window", type=int, default=0, help="one more row, with a soft cap of 50")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--stages", nargs="+", default=["2,2", "2,1"], help="of keys, of values")
     parser.add_argument("--peers", action="store_true")
@@ -90,7 +99,7 @@ def draw(shape: str, batch: int, pages: int, seed: int = 0):
     K, G = HEADS[shape]
     keys = jax.random.split(jax.random.key(seed), 3)
     q = jax.random.normal(keys[0], (batch, K * G, HEAD_DIM), jnp.bfloat16)
-    cache = [jax.random.normal(key, (pages, K, PAGE, HEAD_DIM), jnp.bfloat16) for key in keys[1:]]
+    cache = [jax.random.normal(key, (pages, PAGE, K, HEAD_DIM), jnp.bfloat16) for key in keys[1:]]
     return q, tuple(cache)
 
 
@@ -107,7 +116,7 @@ def check(shape: str, tuning: hopper.Tuning, batch: int, longest: int) -> float:
     table = np.where(np.arange(most) < -(-end // PAGE)[:, None], table, 0)
     last = table[np.arange(batch), -(-end // PAGE) - 1]
     for b in range(batch):  # nobody wrote what lies behind the end
-        cache = tuple(x.at[last[b], :, (end[b] - 1) % PAGE + 1 :].set(jnp.nan) for x in cache)
+        cache = tuple(x.at[last[b], (end[b] - 1) % PAGE + 1 :].set(jnp.nan) for x in cache)
     scores = pa.Scores(HEAD_DIM**-0.5, 4.0)
     attend = partial(hopper.attend, tuning=tuning)
     worst = 0.0
@@ -130,42 +139,47 @@ def check(shape: str, tuning: hopper.Tuning, batch: int, longest: int) -> float:
 
 
 def difference(got, q, cache, table, first, end, scores: pa.Scores) -> float:
-    K, G = cache[0].shape[1], q.shape[1] // cache[0].shape[1]
+    K, G = cache[0].shape[2], q.shape[1] // cache[0].shape[2]
     q, k, v, got = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, *cache, got))
     worst = 0.0
     for b, (row, low, high) in enumerate(zip(table, first, end)):
-        mine = [np.concatenate(list(x[row]), axis=1)[:, low:high] for x in (k, v)]
-        score = np.einsum("kgd,ktd->kgt", q[b].reshape(K, G, -1), mine[0]) * scores.scale
+        mine = [np.concatenate(list(x[row]))[low:high] for x in (k, v)]
+        score = np.einsum("kgd,tkd->kgt", q[b].reshape(K, G, -1), mine[0]) * scores.scale
         if scores.soft_cap is not None:
             score = scores.soft_cap * np.tanh(score / scores.soft_cap)
         weights = np.exp(score - score.max(axis=-1, keepdims=True))
-        out = np.einsum("kgt,ktd->kgd", weights, mine[1]) / weights.sum(axis=-1)[..., None]
+        out = np.einsum("kgt,tkd->kgd", weights, mine[1]) / weights.sum(axis=-1)[..., None]
         worst = max(worst, float(np.abs(out.reshape(K * G, -1) - got[b]).max()))
     return worst
 
 
-def bench(report: Report, shape: str, batch: int, context: int, rate: float, args) -> None:
-    """Whole contexts, every sequence by itself, pages scattered."""
+def bench(report: Report, case: tuple[str, int, int, int, float], rate: float, args) -> None:
+    """Whole contexts, or the last `window` tokens of them (0 = all), every sequence by itself, pages scattered."""
+    shape, batch, context, window, cap = case
     per_row = context // PAGE
     q, cache = draw(shape, batch, batch * per_row)
     table = jax.random.permutation(jax.random.key(7), batch * per_row).astype(jnp.int32)
     table = table.reshape(batch, per_row)
-    num_bytes = 2 * cache[0].nbytes
+    num_bytes = 2 * cache[0].nbytes * (window or context) // context
     name, limit = f"{shape} {batch} x {context}", num_bytes / rate
     full = jnp.full((batch,), context, jnp.int32)
-    parts = next(n for n in (1, 2, 4, 8) if batch * n * HEADS[shape][0] >= 264 or n == 8)
-    items = jax.jit(pa.split_items, static_argnums=(3, 4))(table, 0 * full, full, PAGE, parts)
-    scores = pa.Scores(HEAD_DIM**-0.5)
-    seconds = timed(partial(stream, stages=3), q, cache, items)
+    parts = parts_of(batch * HEADS[shape][0], (window or context) // PAGE)
+    first = full - (window or context)
+    items = jax.jit(pa.split_items, static_argnums=(3, 4))(table, first, full, PAGE, parts)
+    scores = pa.Scores(HEAD_DIM**-0.5, cap or None)
     of = lambda seconds: {"of_copy_rate": round(limit / seconds, 3)}
-    report.add(f"{name} stream", seconds, num_bytes, limit, **of(seconds))
+    if window:
+        name += f", window {window}, soft cap {cap:g}"
+    else:
+        seconds = timed(partial(stream, stages=3), q, cache, items)
+        report.add(f"{name} stream", seconds, num_bytes, limit, **of(seconds))
     for depth in args.stages:
         attend = partial(hopper.attend, tuning=tuning_of(depth))
         run = partial(pa.paged_attention, scores=scores, attend=attend)
         seconds = timed(run, q, cache, items)
         name_it = f"{name} kernel, {depth} stages"
         report.add(name_it, seconds, num_bytes, limit, **of(seconds), parts=parts)
-    if args.peers:
+    if args.peers and not window:
         peers(report, (name, num_bytes, limit), q, cache, table)
 
 
@@ -178,7 +192,7 @@ def peers(report: Report, row, q, cache, table) -> None:
     try:
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
-        turned = [jnp.swapaxes(x, 0, 1) for x in cache]
+        turned = [jnp.transpose(x, (2, 0, 1, 3)) for x in cache]
         lengths = jnp.full((len(q),), table.shape[1] * PAGE, jnp.int32)
         splits = next(n for n in (4, 2, 1) if table.shape[1] % n == 0)
         run = partial(paged_attention, k_splits=splits, pages_per_compute_block=1)
@@ -194,8 +208,8 @@ def peers(report: Report, row, q, cache, table) -> None:
     except Exception as error:  # a peer that does not run here is a row that says so
         print(f"{name} JAX's Triton kernel: {type(error).__name__}: {str(error)[:200]}", flush=True)
     try:
-        K = cache[0].shape[1]
-        flat = [jnp.swapaxes(x[table], 2, 3).reshape(len(q), -1, K, HEAD_DIM) for x in cache]
+        K = cache[0].shape[2]
+        flat = [x[table].reshape(len(q), -1, K, HEAD_DIM) for x in cache]
         run = lambda q, k, v: jax.nn.dot_product_attention(
             q[:, None], k, v, implementation="cudnn"
         )[:, 0]
@@ -249,7 +263,7 @@ def timed(run, q, *arrays) -> float:
 def stream(q, cache, items: pa.Items, stages: int):
     """Waits for every page of every item, and reads one number of it."""
     B, H, Dh = q.shape
-    K, page = cache[0].shape[1], cache[0].shape[2]
+    K, page = cache[0].shape[2], cache[0].shape[1]
     num_rows = pa.TILE // pa.padded(H // K)
     header = hopper._header(items, num_rows)
 
@@ -263,8 +277,8 @@ def stream(q, cache, items: pa.Items, stages: int):
             slot = lax.rem(step, jnp.int32(stages))
             at = hopper.HEADER + num_rows + step
             where = header[lax.div(at, jnp.int32(hopper.LINE)), lax.rem(at, jnp.int32(hopper.LINE))]
-            plgpu.copy_gmem_to_smem(k.at[where, head], keys.at[slot], has_key.at[slot])
-            plgpu.copy_gmem_to_smem(v.at[where, head], values.at[slot], has_value.at[slot])
+            plgpu.copy_gmem_to_smem(k.at[where, :, head], keys.at[slot], has_key.at[slot])
+            plgpu.copy_gmem_to_smem(v.at[where, :, head], values.at[slot], has_value.at[slot])
 
         lax.fori_loop(0, lax.min(jnp.int32(stages), steps), lambda i, _: load(i), None)
 

@@ -1,10 +1,10 @@
 """Attention of a decode step over a paged cache: one query a sequence, keys and values in pages that it may share.
 
-The cache of a layer is k and v, each [pages, kv heads, page, head_dim], so that a kv head's part of a page is one piece
-of memory. What is computed is listed by `Items`, made on the host or inside the program: an item is a run of pages and
-the sequences that see all of it, so that a prefix which samples of a group share is read once for all of them, and a
-long context is cut into parts that run beside each other. Every (item, sequence) gives a part: the attention over these
-pages alone and the logarithm of its weights' sum; `combine` makes one result of a sequence's parts.
+The cache of a layer is k and v, each [pages, page, kv heads, head_dim] (kernels/kv.py). What is computed is listed by
+`Items`, made on the host or inside the program: an item is a run of pages and the sequences that see all of it, so that
+a prefix which samples of a group share is read once for all of them, and a long context is cut into parts that run
+beside each other. Every (item, sequence) gives a part: the attention over these pages alone and the logarithm of its
+weights' sum; `combine` makes one result of a sequence's parts.
 `attend_reference` is the definition; kernels/paged_attention_hopper.py computes the same.
 Must not: allocate pages, or know why sequences share them.
 """
@@ -150,15 +150,15 @@ def attend_reference(
 ) -> tuple[jax.Array, jax.Array]:
     """Parts (out [B, S, K, G, Dh] in q's dtype, log2 of the weights' sum f32[B, S, K, G]); 0 and -inf where unused.
 
-    Args: q: [B, K, G, Dh].  cache: k and v, [P, K, page, Dh].
+    Args: q: [B, K, G, Dh].  cache: k and v, [P, page, K, Dh].
     """
     B, K, G, Dh = q.shape
-    page, S = cache[0].shape[2], items.num_parts
+    page, S = cache[0].shape[1], items.num_parts
     span, slots, pages = (jnp.asarray(x) for x in (items.span, items.slots, items.pages))
     R = slots.shape[1]
     queries = q[jnp.maximum(slots, 0) // S].astype(jnp.float32)  # [W, R, K, G, Dh]
-    k, v = (x[pages].astype(jnp.float32) for x in cache)  # [W, N, K, page, Dh]
-    score = jnp.einsum("wrkgd,wnktd->wrkgnt", queries, k) * scores.scale
+    k, v = (x[pages].astype(jnp.float32) for x in cache)  # [W, N, page, K, Dh]
+    score = jnp.einsum("wrkgd,wntkd->wrkgnt", queries, k) * scores.scale
     if scores.soft_cap is not None:
         score = scores.soft_cap * jnp.tanh(score / scores.soft_cap)
     token = jnp.arange(pages.shape[1] * page).reshape(-1, page)
@@ -167,8 +167,8 @@ def attend_reference(
     top = jnp.maximum(score.max(axis=(-2, -1)), -1e30)
     weights = jnp.exp2(score - top[..., None, None])
     total = weights.sum(axis=(-2, -1))
-    v = jnp.where(seen[:, :, None, :, None], v, 0.0)  # what was never written may be anything
-    out = jnp.einsum("wrkgnt,wnktd->wrkgd", weights, v) / jnp.maximum(total, 1e-30)[..., None]
+    v = jnp.where(seen[..., None, None], v, 0.0)  # what was never written may be anything
+    out = jnp.einsum("wrkgnt,wntkd->wrkgd", weights, v) / jnp.maximum(total, 1e-30)[..., None]
     where = jnp.where(slots < 0, B * S, slots).reshape(-1)
     parts = jnp.zeros((B * S, K, G, Dh), q.dtype)
     logs = jnp.full((B * S, K, G), -jnp.inf, jnp.float32)
@@ -199,7 +199,7 @@ def paged_attention(
 ) -> jax.Array:
     """[B, H, Dh] for q [B, H, Dh]: attention of each sequence's query over the pages that its items list."""
     B, H, Dh = q.shape
-    K = cache[0].shape[1]
+    K = cache[0].shape[2]
     grouped = lax.reshape(q, (B, K, H // K, Dh))
     parts, logs = attend(grouped, cache, items, scores)
     return combine(parts, logs, jnp.asarray(items.used)).reshape(B, H, Dh)

@@ -56,7 +56,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """As attend_reference; unused parts hold anything."""
     B, K, G, Dh = q.shape
-    page, rows = cache[0].shape[2], padded(G)
+    page, rows = cache[0].shape[1], padded(G)
     R, S = TILE // rows, items.num_parts
     header = _header(items, R)
     body = _Body(page, rows, R, S, scores, (tuning.key_stages, tuning.value_stages))
@@ -125,7 +125,7 @@ class _Body:
             slot = lax.rem(step, jnp.int32(ring.shape[0]))
             at = HEADER + self.num_rows + step
             where = header[lax.div(at, jnp.int32(LINE)), lax.rem(at, jnp.int32(LINE))]
-            plgpu.copy_gmem_to_smem(array.at[where, head], ring.at[slot], barrier.at[slot])
+            plgpu.copy_gmem_to_smem(array.at[where, :, head], ring.at[slot], barrier.at[slot])
 
         for row in range(self.num_rows):
             sequence = lax.div(lax.max(header[0, HEADER + row], 0), jnp.int32(self.parts))

@@ -1,8 +1,11 @@
 """Attention of the engine: of a decode step, and of a chunk whose requests all start at position 0.
 
 A decode step writes each slot's new k, v to the page that its table lists and attends over what is live: `triton`
-(kernels/decode_attention.py) does both in one kernel and reads live positions only; `plain` runs anywhere, for every
-model, and gathers all pages of the tables it is given.
+(kernels/decode_attention.py) does both in one kernel and reads live positions only; `hopper` (kernels/
+paged_attention_hopper.py) leaves the writing to XLA, cuts a slot's pages into parts that run beside each other, and
+knows every form of attention; `plain` runs anywhere, for every model, and gathers all pages of the tables it is given.
+On a Hopper GPU `hopper` runs where slots are too few to keep the card busy with one program each, and for models whose
+attention the other kernel does not know.
 A chunk of fresh requests looks at nothing but itself: it is a packed row for a kernel of kernels/packed_attention.py,
 which reads no cache and holds no scores. Without one, and where a request goes on, programs.extend reads the cache.
 What runs is chosen once, from the mesh's first device, when the engine is built, and is logged with the reasons.
@@ -13,6 +16,7 @@ Must not: choose while tracing.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import jax
@@ -20,9 +24,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels import decode_attention
+from kernels import paged_attention_hopper as hopper_kernel
 from kernels.packed_attention import KERNELS, Split, unfit
+from kernels.paged_attention import Scores, paged_attention, split_items
 from rl_jax.mesh import RulesLike, mesh_axes
-from rl_jax.models.attention import Attend, attention, packed_attend
+from rl_jax.models.attention import Attend, apply_rope, attention, packed_attend
 from rl_jax.models.features import Form, attention_unfit, layers_unfit
 from rl_jax.settings import ModelSettings
 
@@ -38,8 +44,8 @@ class StepAttention:
     """What runs. Both give (out [S, H, Dh], the cache with the new k, v)."""
 
     name: str
-    # (q [S, H, Dh], new k and v [S, K, Dh], cache k and v [P, page, K, Dh], slots, the layer's form, which only `plain`
-    # reads: the kernels are not chosen for models where it says anything)
+    # (q [S, H, Dh], new k and v [S, K, Dh], cache k and v [P, page, K, Dh], slots, the layer's form, which `triton`
+    # does not read: it is chosen for no model where it says anything)
     of_heads: Callable[[jax.Array, Pair, Pair, Where, Form], tuple[jax.Array, Pair]]
     # One device only, where it brings kernels for the whole layer (models.attention.FusedAttend):
     # (product [P, S, K, G + 2, Dh] in parts, bias [K, G + 2, Dh] or None, (cos, sin) f32[S, Dh / 2], cache, slots)
@@ -48,20 +54,29 @@ class StepAttention:
 
 
 def choose_attention(
-    settings: ModelSettings, rules: RulesLike, mesh: Mesh, context: int = 0, page_size: int = 0
+    settings: ModelSettings,
+    rules: RulesLike,
+    mesh: Mesh,
+    context: int = 0,
+    page_size: int = 0,
+    slots: int = 0,
 ) -> StepAttention:
-    """The best for this mesh, and contexts of at most so many tokens (0 = not known) in pages of page_size."""
+    """The best for this mesh, pages of page_size, and contexts of so many tokens and so many slots (0 = not known)."""
     device = mesh.devices.flat[0]
-    slots, pages, heads = mesh_axes(("slots", "pages", "kv_heads"), rules)
-    split = mesh.size > 1 and prod(mesh.shape[axis] for axis in {*slots, *pages}) > 1
-    reasons = {
-        TRITON: decode_attention.unfit(
-            device.platform, settings.dtype, settings.head_dim, page_size
-        )
+    by_slots, by_pages, heads = mesh_axes(("slots", "pages", "kv_heads"), rules)
+    split = mesh.size > 1 and prod(mesh.shape[axis] for axis in {*by_slots, *by_pages}) > 1
+    apart = "a slot's pages may lie on other devices of its data axis" if split else ""
+    no_triton = (
+        decode_attention.unfit(device.platform, settings.dtype, settings.head_dim, page_size)
         or attention_unfit(settings, context)
-        or ("a slot's pages may lie on other devices of its data axis" if split else ""),
-        PLAIN: "",
-    }
+        or apart
+    )
+    shards = 1 if mesh.size == 1 else prod(mesh.shape[axis] for axis in heads)
+    programs = slots * max(settings.num_kv_heads // shards, 1)
+    no_hopper = _hopper_unfit(settings, device, page_size) or apart
+    if not no_hopper and not no_triton and not 0 < programs < FEW_PROGRAMS:
+        no_hopper = f"{programs} programs, one a slot and kv head, are {FEW_PROGRAMS} or more"
+    reasons = {HOPPER: no_hopper, TRITON: no_triton, PLAIN: ""}
     best = next(attention for attention, why in reasons.items() if not why)
     why = [why for why in reasons.values() if why]
     if best.of_product is not None and (odd_layers := layers_unfit(settings)):
@@ -74,6 +89,16 @@ def choose_attention(
         "; ".join(dict.fromkeys(why)),
     )
     return best if best is PLAIN or mesh.size == 1 else by_shard(best, mesh, heads)
+
+
+def _hopper_unfit(settings: ModelSettings, device: jax.Device, page_size: int) -> str:
+    """Why `hopper` should not run there; "" if it should."""
+    if device.platform not in ("gpu", "cuda"):
+        return f"the kernel is for gpu, the platform is {device.platform}"
+    if device.compute_capability != "9.0":
+        return f"the kernel needs compute capability 9.0, this is {device.compute_capability}"
+    queries = settings.num_heads // settings.num_kv_heads
+    return hopper_kernel.unfit(settings.dtype, settings.head_dim, queries, page_size or 1)
 
 
 # (i32[C] segment of each packed token, -1 padding; how many there are at most) -> the attention of the row [1, C]
@@ -108,14 +133,18 @@ def by_shard(step: StepAttention, mesh: Mesh, heads) -> StepAttention:
     """step on each device's own heads; heads: the mesh axes that split them."""
     rows, cache = PartitionSpec(None, heads), PartitionSpec(None, None, heads)
     whole = PartitionSpec()
-    sharded = jax.shard_map(
-        lambda q, new, cache, where: step.of_heads(q, new, cache, where, Form()),
-        mesh=mesh,
-        in_specs=(rows, (rows, rows), (cache, cache), (whole, whole, whole)),
-        out_specs=(rows, (cache, cache)),
-        check_vma=False,
-    )
-    return StepAttention(step.name, lambda *arrays_and_form: sharded(*arrays_and_form[:4]))
+
+    def of_heads(q, new, kept, where, form):
+        sharded = jax.shard_map(
+            lambda q, new, kept, where: step.of_heads(q, new, kept, where, form),
+            mesh=mesh,
+            in_specs=(rows, (rows, rows), (cache, cache), (whole, whole, whole)),
+            out_specs=(rows, (cache, cache)),
+            check_vma=False,
+        )
+        return sharded(q, new, kept, where)
+
+    return StepAttention(step.name, of_heads)
 
 
 def append(new: Pair, cache: Pair, where: Where) -> Pair:
@@ -168,5 +197,60 @@ def triton(
     return decode_attention.decode_attention(product[None], None, (ones, zeros), cache, where)
 
 
+def hopper(
+    q: jax.Array,
+    new: Pair,
+    cache: Pair,
+    where: Where,
+    form: Form = Form(),
+    tuning: hopper_kernel.Tuning = hopper_kernel.Tuning(2, 1),
+) -> tuple[jax.Array, Pair]:
+    """The result of a slot that is not active is 0."""
+    cache = append(new, cache, where)
+    position, active, tables = where
+    end = jnp.where(active, position + 1, 0)
+    first = jnp.maximum(end - form.window, 0) if form.window else jnp.zeros_like(end)
+    page_size, num_kv_heads = cache[0].shape[1:3]
+    parts = parts_of(q.shape[0] * num_kv_heads, tables.shape[1])
+    scale = q.shape[2] ** -0.5 if form.scale is None else form.scale
+    out = paged_attention(
+        q,
+        cache,
+        split_items(tables, first, end, page_size, parts),
+        Scores(scale, form.softcap or None),
+        partial(hopper_kernel.attend, tuning=tuning),
+    )
+    return out, cache
+
+
+def parts_of(programs: int, num_pages: int) -> int:
+    """So many that a card has two programs a multiprocessor, but no more than pages of a context, or 8."""
+    return min(max(-(-FULL // max(programs, 1)), 1), max(num_pages, 1), 8)
+
+
+def hopper_product(
+    product: jax.Array,
+    bias: jax.Array | None,
+    rotation: Pair,
+    cache: Pair,
+    where: Where,
+    tuning: hopper_kernel.Tuning = hopper_kernel.Tuning(2, 1),
+) -> tuple[jax.Array, Pair]:
+    """As decode_attention.decode_attention; sums, bias and rope by XLA."""
+    heads = product.sum(axis=0, dtype=jnp.float32).astype(cache[0].dtype)  # [S, K, G + 2, Dh]
+    heads = heads if bias is None else heads + bias
+    S, K, rows, Dh = heads.shape
+    turned = heads[:, :, :-1].reshape(S, 1, K * (rows - 1), Dh)
+    cos, sin = (x[:, None] for x in rotation)
+    turned = apply_rope(turned, cos, sin).reshape(S, K, rows - 1, Dh)
+    q, new = turned[:, :, :-1].reshape(S, -1, Dh), (turned[:, :, -1], heads[:, :, -1])
+    return hopper(q, new, cache, where, tuning=tuning)
+
+
 PLAIN = StepAttention("plain", plain)
 TRITON = StepAttention("triton", triton, decode_attention.decode_attention)
+HOPPER = StepAttention("hopper", hopper, hopper_product)
+FULL = 2 * 132  # programs of attention that keep a Hopper GPU busy
+FEW_PROGRAMS = (
+    96  # slots x kv heads below which parts of a slot pay for their launches (benchmarks/README.md)
+)

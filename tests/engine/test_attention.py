@@ -14,14 +14,19 @@ import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstract_mesh
 
+from kernels import paged_attention_hopper
 from kernels.decode_attention import Tuning, decode_attention
 from kernels.decode_rows import add_norm, gated_matmul, split_matmul
 from rl_jax.engine.attention import (
+    HOPPER,
     PLAIN,
     TRITON,
     by_shard,
     choose_attention,
     choose_chunk_attention,
+    hopper,
+    hopper_product,
+    parts_of,
     plain,
 )
 from rl_jax.engine.programs import Step, decode_step, generate
@@ -121,6 +126,28 @@ def test_what_runs_depends_on_the_device_and_the_pages():
     assert choose_attention(settings, SERVE_RULES, mesh, page_size=48) is PLAIN
     wide = SimpleNamespace(devices=mesh.devices, size=2, shape=dict.fromkeys(AXES, 1) | {"data": 2})
     assert choose_attention(settings, SERVE_RULES, wide, page_size=64) is PLAIN
+    assert (
+        choose_attention(tiny_settings(window=8), SERVE_RULES, make_mesh({}, jax.devices()[:1]))
+        is PLAIN
+    )
+
+
+def test_the_hopper_kernel_runs_where_slots_are_few(caplog):
+    device = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H100")
+    mesh = SimpleNamespace(devices=np.array([device]), size=1)
+    settings = tiny_settings(dtype="bfloat16", head_dim=64, num_heads=8, num_kv_heads=2)
+    choose = partial(choose_attention, settings, SERVE_RULES, mesh, 64, 64)
+    assert choose(slots=47) is HOPPER and choose(slots=0) is TRITON
+    with caplog.at_level(logging.INFO, "rl_jax.engine.attention"):
+        assert choose(slots=48) is TRITON
+    assert "96 programs, one a slot and kv head, are 96 or more" in caplog.text
+    device.compute_capability = "8.0"
+    assert choose(slots=4) is TRITON
+    device.compute_capability = "9.0"
+    assert choose_attention(settings, SERVE_RULES, mesh, 64, 16, 4) is TRITON
+    windowed = replace(settings, window=8, activation="gelu_tanh")
+    found = choose_attention(windowed, SERVE_RULES, mesh, 64, 64, 256)
+    assert found == replace(HOPPER, of_product=None)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +193,67 @@ def test_plain_sees_back_as_far_as_the_window():
         scores = np.exp(1.5 * np.tanh(scores / 1.5))
         want = np.einsum("ht,thd->hd", scores / scores.sum(-1, keepdims=True), v)
         np.testing.assert_allclose(got[s], want, atol=1e-6)
+
+
+def hopper_inputs(dtype=jnp.bfloat16, page=64, head_dim=64):
+    """As draw, of what the Hopper kernel takes; nothing but what is live is finite."""
+    rng = np.random.default_rng()
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+    new = (array(S, K, head_dim), array(S, K, head_dim))
+    tables = jnp.asarray(rng.permutation(S * N + 2)[: S * N].reshape(S, N), jnp.int32)
+    position = jnp.array([0, N * page - 1, page + 5, 3])
+    cache = [array(S * N + 2, page, K, head_dim) for _ in "kv"]
+    live = np.zeros((S * N + 2, page), bool)
+    for s, last in enumerate(position.tolist()):
+        places = np.arange(last)
+        live[np.asarray(tables)[s, places // page], places % page] = True
+    cache = tuple(jnp.where(live[..., None, None], c, jnp.nan) for c in cache)
+    return (
+        array(S, H, head_dim),
+        new,
+        cache,
+        (position, jnp.array([True, True, True, False]), tables),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(paged_attention_hopper.plgpu, "InterpretGPUParams"),
+    reason="this jax interprets no GPU",
+)
+@pytest.mark.parametrize("form", [Form(), Form(window=70, scale=0.3, softcap=2.0)])
+def test_the_hopper_kernel_attends_as_the_plain_form_does(form):
+    """Interpreted: of heads, and of a product with a bias."""
+    q, new, cache, where = hopper_inputs()
+    interpret = paged_attention_hopper.plgpu.InterpretGPUParams()
+    tuning = paged_attention_hopper.Tuning(2, 1, stages_weights=True, interpret=interpret)
+    want, right = plain(q, new, cache, where, form)
+    got, kept = hopper(q, new, cache, where, form, tuning)
+    wide = lambda x: np.asarray(x, np.float32)
+    np.testing.assert_allclose(wide(got[:3]), wide(want[:3]), atol=0.03)
+    assert not np.asarray(got[3]).any()
+    for a, b in zip(kept, right):
+        np.testing.assert_array_equal(wide(a), wide(b))
+    if form != Form():
+        return
+    heads = jnp.concatenate([q.reshape(S, K, -1, 64), *(x[:, :, None] for x in new)], axis=2)
+    bias = jnp.asarray(np.random.default_rng(1).normal(size=heads.shape[1:]), jnp.bfloat16)
+    angles = rope_angles(where[0][:, None], 64, 1e4)
+    biased = heads + bias
+    turn = lambda x: apply_rope(x[:, None], *angles)[:, 0]
+    new = (turn(biased[:, :, -2]), biased[:, :, -1])
+    want, right = plain(turn(biased[:, :, :-2].reshape(S, H, 64)), new, cache, where)
+    parts = jnp.stack([heads / 2, heads / 2])
+    rotation = tuple(x[:, 0] for x in angles)
+    got, kept = hopper_product(parts, bias, rotation, cache, where, tuning)
+    np.testing.assert_allclose(wide(got[:3]), wide(want[:3]), atol=0.03)
+    for a, b in zip(kept, right):
+        np.testing.assert_allclose(wide(a), wide(b), atol=0.02)
+
+
+def test_parts_fill_a_card_and_are_never_more_than_pages():
+    assert [parts_of(p, 40) for p in (1, 8, 32, 64, 128, 264, 10**4)] == [8, 8, 8, 5, 3, 1, 1]
+    assert parts_of(8, 3) == 3 and parts_of(0, 0) == 1
 
 
 def lowered(step, *args) -> str:
@@ -224,8 +312,9 @@ def test_a_step_by_the_kernels_equals_the_portable_step(qk_norm):
 def test_each_device_attends_with_its_own_heads():
     q, new, cache, where = draw()
     sharded = by_shard(PLAIN, make_mesh({"tensor": 2}, jax.devices()[:2]), ("tensor",))
+    form = Form(window=3, softcap=1.5)
     (got, kept), (want, right) = (
-        jax.jit(lambda *args, step=step: step.of_heads(*args, Form()))(q, new, cache, where)
+        jax.jit(lambda *args, step=step: step.of_heads(*args, form))(q, new, cache, where)
         for step in (sharded, PLAIN)
     )
     np.testing.assert_allclose(got, want, atol=1e-6)
@@ -251,3 +340,20 @@ def test_kernels_lower_for_a_gpu():
         step = partial(generate, model.packed, step=Step(TRITON, True, 2, N * 16))
         state = replace(state, kv=(cache,))
         assert lowered(step, abstract, state, tables).count(f"@{TRITON_CALL}") == 7
+
+
+@pytest.mark.slow
+def test_a_step_with_the_hopper_kernel_lowers_for_a_gpu():
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    shape = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "window": 32}
+    settings = tiny_settings(**shape, full_every=2, dtype="bfloat16", param_dtype="bfloat16")
+    model = build_model(settings, 264)
+    pages = bf16(16, 64, 2, 64)
+    state = DecodeState(
+        ((pages, pages),) * 2, jax.eval_shape(lambda: empty_slots(EngineSettings(slots=4)))
+    )
+    abstract = {n: bf16(*a.shape) for n, a in model.packed.abstract.items()}
+    attention = replace(HOPPER, of_product=None)
+    step = partial(generate, model.packed, step=Step(attention, True, 2, 256))
+    text = lowered(step, abstract, state, jax.ShapeDtypeStruct((4, 4), jnp.int32))
+    assert text.count("mosaic_gpu") >= 2

@@ -17,7 +17,7 @@ def draw(num_sequences, num_pages, dtype=jnp.float32, seed=0, page=PAGE, sizes=(
     rng, (kv_heads, queries, head_dim) = np.random.default_rng(seed), sizes
     q = jnp.asarray(rng.normal(size=(num_sequences, kv_heads * queries, head_dim)), dtype)
     cache = [
-        jnp.asarray(rng.normal(size=(num_pages, kv_heads, page, head_dim)), dtype) for _ in "kv"
+        jnp.asarray(rng.normal(size=(num_pages, page, kv_heads, head_dim)), dtype) for _ in "kv"
     ]
     return q, tuple(cache)
 
@@ -25,17 +25,17 @@ def draw(num_sequences, num_pages, dtype=jnp.float32, seed=0, page=PAGE, sizes=(
 def expected(q, cache, tables, first, end, scores=SCORES):
     """By one sequence, float64; 0 where nothing is visible."""
     q, k, v = (np.asarray(jnp.asarray(x, jnp.float32), np.float64) for x in (q, *cache))
-    kv_heads, out = k.shape[1], np.zeros(q.shape)
+    kv_heads, out = k.shape[2], np.zeros(q.shape)
     for b, (table, low, high) in enumerate(zip(tables, first, end, strict=True)):
         if low >= high:
             continue
-        mine = [np.concatenate(list(x[np.asarray(table)]), axis=1)[:, low:high] for x in (k, v)]
-        score = np.einsum("kgd,ktd->kgt", q[b].reshape(kv_heads, -1, q.shape[2]), mine[0])
+        mine = [np.concatenate(list(x[np.asarray(table)]))[low:high] for x in (k, v)]
+        score = np.einsum("kgd,tkd->kgt", q[b].reshape(kv_heads, -1, q.shape[2]), mine[0])
         score = score * scores.scale
         if scores.soft_cap is not None:
             score = scores.soft_cap * np.tanh(score / scores.soft_cap)
         weights = np.exp(score - score.max(axis=-1, keepdims=True))
-        attended = np.einsum("kgt,ktd->kgd", weights, mine[1])
+        attended = np.einsum("kgt,tkd->kgd", weights, mine[1])
         out[b] = (attended / weights.sum(axis=-1)[..., None]).reshape(q.shape[1:])
     return out
 
@@ -56,7 +56,7 @@ def poisoned(cache, tables, end, page=PAGE):
     for table, stop in zip(tables, end, strict=True):
         for i, where in enumerate(table):
             live = min(max(int(stop) - i * page, 0), page)
-            cache = [x.at[where, :, live:].set(jnp.nan) for x in cache]
+            cache = [x.at[where, live:].set(jnp.nan) for x in cache]
     return tuple(cache)
 
 
@@ -147,7 +147,7 @@ def test_hopper_kernel_lowers_for_the_gpu(queries, head_dim, pages):
 
     assert hopper.unfit(jnp.bfloat16, head_dim, queries, PAGE) == ""
     shape = jax.ShapeDtypeStruct
-    cache = shape((1000, K, PAGE, head_dim), jnp.bfloat16)
+    cache = shape((1000, PAGE, K, head_dim), jnp.bfloat16)
     numbers = [shape(s, jnp.int32) for s in ((4, pages), (4,), (4,))]
     arguments = (shape((4, K * queries, head_dim), jnp.bfloat16), cache, cache, *numbers)
     exported = jax.export.export(jax.jit(run), platforms=["cuda"])(*arguments)
