@@ -33,8 +33,7 @@ CONTEXT, LONGEST, SPREAD = (
 )  # of the cache; the longest context at start, and the shortest below it
 STEPS, BLOCKS = 32, 5
 
-# "hopper" and "triton": that attention, whichever the engine would choose; "hopper heads": without kernels of layers.
-WAYS = ("engine", "XLA products", "plain", "triton", "hopper", "hopper heads")
+WAYS = ("engine", "XLA products", "plain", "triton", "hopper")
 
 # Milliseconds a step, one H100 at 2.9 TB/s (limits 1.72 and 3.70). Earlier runs of this program on such a card gave
 # 2.94 and 5.90, with attention's loads three deep, its grid slots first, and every product by XLA: of the step of 64
@@ -43,9 +42,9 @@ PREDICTIONS = {
     "64 slots": 2.45,  # attention 31 us, no sums and no SwiGLU by themselves: 14 us a layer and 5 kernels fewer
     "256 slots": 5.7,  # heads side by side read the same pages: attention 120 -> 113 us
     "64 slots, XLA products": 2.7,
-    # Few slots, one H200 (4.05 TB/s): the weights are 0.76 ms of bytes. Earlier runs: triton 1.86, 2.10, 2.31, 2.14 for
-    # 4, 16, 32, 64 slots, the Hopper kernel without kernels of layers 1.85, 1.84 to 1.99, 2.08, 2.39.
-    "4 slots, hopper": 1.80,  # with them: no sums and no SwiGLU by themselves
+    # Few slots, one H200 (4.05 TB/s), where Triton's kernel had taken 1.86, 2.10, 2.31 and 2.14 and leaves most of the
+    # card idle: several parts a slot keep it busy.
+    "4 slots, hopper": 1.80,
     "16 slots, hopper": 1.85,
     "32 slots, hopper": 1.95,
     "64 slots, hopper": 2.25,
@@ -114,7 +113,6 @@ def make_engine(shape, slots: int, way: str):
     model = build_model(shape, shape.vocab_size)
     engine = JaxEngine(model, make_mesh({}, jax.devices()[:1]), SERVE_RULES, settings, "decode")
     others = {"plain": PLAIN, "triton": TRITON, "hopper": HOPPER}
-    others["hopper heads"] = replace(HOPPER, of_product=None)
     if way in others:
         engine.step = replace(engine.step, attention=others[way])
         engine._compile()

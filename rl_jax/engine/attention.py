@@ -4,8 +4,7 @@ A decode step writes each slot's new k, v to the page that its table lists and a
 (kernels/decode_attention.py) does both in one kernel and reads live positions only; `hopper` (kernels/
 paged_attention_hopper.py) leaves the writing to XLA, cuts a slot's pages into parts that run beside each other, and
 knows every form of attention; `plain` runs anywhere, for every model, and gathers all pages of the tables it is given.
-On a Hopper GPU `hopper` runs where slots are too few to keep the card busy with one program each, and for models whose
-attention the other kernel does not know.
+On a Hopper GPU `hopper` runs the models whose attention `triton` does not know.
 A chunk of fresh requests looks at nothing but itself: it is a packed row for a kernel of kernels/packed_attention.py,
 which reads no cache and holds no scores. Without one, and where a request goes on, programs.extend reads the cache.
 What runs is chosen once, from the mesh's first device, when the engine is built, and is logged with the reasons.
@@ -28,7 +27,7 @@ from kernels import paged_attention_hopper as hopper_kernel
 from kernels.packed_attention import KERNELS, Split, unfit
 from kernels.paged_attention import Scores, paged_attention, split_items
 from rl_jax.mesh import RulesLike, mesh_axes
-from rl_jax.models.attention import Attend, apply_rope, attention, packed_attend
+from rl_jax.models.attention import Attend, attention, packed_attend
 from rl_jax.models.features import Form, attention_unfit, layers_unfit
 from rl_jax.settings import ModelSettings
 
@@ -54,29 +53,20 @@ class StepAttention:
 
 
 def choose_attention(
-    settings: ModelSettings,
-    rules: RulesLike,
-    mesh: Mesh,
-    context: int = 0,
-    page_size: int = 0,
-    slots: int = 0,
+    settings: ModelSettings, rules: RulesLike, mesh: Mesh, context: int = 0, page_size: int = 0
 ) -> StepAttention:
-    """The best for this mesh, pages of page_size, and contexts of so many tokens and so many slots (0 = not known)."""
+    """The best for this mesh, and contexts of at most so many tokens (0 = not known) in pages of page_size."""
     device = mesh.devices.flat[0]
-    by_slots, by_pages, heads = mesh_axes(("slots", "pages", "kv_heads"), rules)
-    split = mesh.size > 1 and prod(mesh.shape[axis] for axis in {*by_slots, *by_pages}) > 1
+    slots, pages, heads = mesh_axes(("slots", "pages", "kv_heads"), rules)
+    split = mesh.size > 1 and prod(mesh.shape[axis] for axis in {*slots, *pages}) > 1
     apart = "a slot's pages may lie on other devices of its data axis" if split else ""
     no_triton = (
         decode_attention.unfit(device.platform, settings.dtype, settings.head_dim, page_size)
         or attention_unfit(settings, context)
         or apart
     )
-    shards = 1 if mesh.size == 1 else prod(mesh.shape[axis] for axis in heads)
-    programs = slots * max(settings.num_kv_heads // shards, 1)
     no_hopper = _hopper_unfit(settings, device, page_size) or apart
-    if not no_hopper and not no_triton and not 0 < programs < FEW_PROGRAMS:
-        no_hopper = f"{programs} programs, one a slot and kv head, are {FEW_PROGRAMS} or more"
-    reasons = {HOPPER: no_hopper, TRITON: no_triton, PLAIN: ""}
+    reasons = {TRITON: no_triton, HOPPER: no_hopper, PLAIN: ""}
     best = next(attention for attention, why in reasons.items() if not why)
     why = [why for why in reasons.values() if why]
     if best.of_product is not None and (odd_layers := layers_unfit(settings)):
@@ -228,29 +218,7 @@ def parts_of(programs: int, num_pages: int) -> int:
     return min(max(-(-FULL // max(programs, 1)), 1), max(num_pages, 1), 8)
 
 
-def hopper_product(
-    product: jax.Array,
-    bias: jax.Array | None,
-    rotation: Pair,
-    cache: Pair,
-    where: Where,
-    tuning: hopper_kernel.Tuning = hopper_kernel.Tuning(2, 1),
-) -> tuple[jax.Array, Pair]:
-    """As decode_attention.decode_attention; sums, bias and rope by XLA."""
-    heads = product.sum(axis=0, dtype=jnp.float32).astype(cache[0].dtype)  # [S, K, G + 2, Dh]
-    heads = heads if bias is None else heads + bias
-    S, K, rows, Dh = heads.shape
-    turned = heads[:, :, :-1].reshape(S, 1, K * (rows - 1), Dh)
-    cos, sin = (x[:, None] for x in rotation)
-    turned = apply_rope(turned, cos, sin).reshape(S, K, rows - 1, Dh)
-    q, new = turned[:, :, :-1].reshape(S, -1, Dh), (turned[:, :, -1], heads[:, :, -1])
-    return hopper(q, new, cache, where, tuning=tuning)
-
-
 PLAIN = StepAttention("plain", plain)
 TRITON = StepAttention("triton", triton, decode_attention.decode_attention)
-HOPPER = StepAttention("hopper", hopper, hopper_product)
+HOPPER = StepAttention("hopper", hopper)
 FULL = 2 * 132  # programs of attention that keep a Hopper GPU busy
-FEW_PROGRAMS = (
-    96  # slots x kv heads below which parts of a slot pay for their launches (benchmarks/README.md)
-)

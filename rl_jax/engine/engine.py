@@ -99,9 +99,7 @@ class JaxEngine:
         self.move_buckets = buckets(MIN_MOVED, max(settings.table_pages, together))
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         page_size = self.spec.page_size
-        attention = choose_attention(
-            s, rules_serve, mesh, settings.context, page_size, settings.slots
-        )
+        attention = choose_attention(s, rules_serve, mesh, settings.context, page_size)
         self.chunk_attention = choose_chunk_attention(s, rules_serve, mesh, settings.context)
         self.step = programs.Step(
             attention, not on_cpu, settings.steps_per_block, settings.context, support

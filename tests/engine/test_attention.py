@@ -25,7 +25,6 @@ from rl_jax.engine.attention import (
     choose_attention,
     choose_chunk_attention,
     hopper,
-    hopper_product,
     parts_of,
     plain,
 )
@@ -132,22 +131,21 @@ def test_what_runs_depends_on_the_device_and_the_pages():
     )
 
 
-def test_the_hopper_kernel_runs_where_slots_are_few(caplog):
+def test_the_hopper_kernel_runs_models_that_the_other_does_not_know(caplog):
     device = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="H100")
     mesh = SimpleNamespace(devices=np.array([device]), size=1)
-    settings = tiny_settings(dtype="bfloat16", head_dim=64, num_heads=8, num_kv_heads=2)
-    choose = partial(choose_attention, settings, SERVE_RULES, mesh, 64, 64)
-    assert choose(slots=47) is HOPPER and choose(slots=0) is TRITON
+    shape = {"dtype": "bfloat16", "head_dim": 64, "num_heads": 8, "num_kv_heads": 2}
+    windowed = tiny_settings(**shape, window=8, activation="gelu_tanh")
+    choose = lambda page_size=64, settings=windowed: choose_attention(
+        settings, SERVE_RULES, mesh, 64, page_size
+    )
+    assert choose() is HOPPER and choose(settings=tiny_settings(**shape)) is TRITON
     with caplog.at_level(logging.INFO, "rl_jax.engine.attention"):
-        assert choose(slots=48) is TRITON
-    assert "96 programs, one a slot and kv head, are 96 or more" in caplog.text
-    device.compute_capability = "8.0"
-    assert choose(slots=4) is TRITON
-    device.compute_capability = "9.0"
-    assert choose_attention(settings, SERVE_RULES, mesh, 64, 16, 4) is TRITON
-    windowed = replace(settings, window=8, activation="gelu_tanh")
-    found = choose_attention(windowed, SERVE_RULES, mesh, 64, 64, 256)
-    assert found == replace(HOPPER, of_product=None)
+        assert choose(16) is PLAIN
+        device.compute_capability = "8.0"
+        assert choose() is PLAIN
+    assert "pages of a multiple of 64 tokens, they have 16" in caplog.text
+    assert "needs compute capability 9.0, this is 8.0" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -223,7 +221,7 @@ def hopper_inputs(dtype=jnp.bfloat16, page=64, head_dim=64):
 )
 @pytest.mark.parametrize("form", [Form(), Form(window=70, scale=0.3, softcap=2.0)])
 def test_the_hopper_kernel_attends_as_the_plain_form_does(form):
-    """Interpreted: of heads, and of a product with a bias."""
+    """Interpreted."""
     q, new, cache, where = hopper_inputs()
     interpret = paged_attention_hopper.plgpu.InterpretGPUParams()
     tuning = paged_attention_hopper.Tuning(2, 1, stages_weights=True, interpret=interpret)
@@ -234,21 +232,6 @@ def test_the_hopper_kernel_attends_as_the_plain_form_does(form):
     assert not np.asarray(got[3]).any()
     for a, b in zip(kept, right):
         np.testing.assert_array_equal(wide(a), wide(b))
-    if form != Form():
-        return
-    heads = jnp.concatenate([q.reshape(S, K, -1, 64), *(x[:, :, None] for x in new)], axis=2)
-    bias = jnp.asarray(np.random.default_rng(1).normal(size=heads.shape[1:]), jnp.bfloat16)
-    angles = rope_angles(where[0][:, None], 64, 1e4)
-    biased = heads + bias
-    turn = lambda x: apply_rope(x[:, None], *angles)[:, 0]
-    new = (turn(biased[:, :, -2]), biased[:, :, -1])
-    want, right = plain(turn(biased[:, :, :-2].reshape(S, H, 64)), new, cache, where)
-    parts = jnp.stack([heads / 2, heads / 2])
-    rotation = tuple(x[:, 0] for x in angles)
-    got, kept = hopper_product(parts, bias, rotation, cache, where, tuning)
-    np.testing.assert_allclose(wide(got[:3]), wide(want[:3]), atol=0.03)
-    for a, b in zip(kept, right):
-        np.testing.assert_allclose(wide(a), wide(b), atol=0.02)
 
 
 def test_parts_fill_a_card_and_are_never_more_than_pages():
@@ -353,7 +336,6 @@ def test_a_step_with_the_hopper_kernel_lowers_for_a_gpu():
         ((pages, pages),) * 2, jax.eval_shape(lambda: empty_slots(EngineSettings(slots=4)))
     )
     abstract = {n: bf16(*a.shape) for n, a in model.packed.abstract.items()}
-    attention = replace(HOPPER, of_product=None)
-    step = partial(generate, model.packed, step=Step(attention, True, 2, 256))
+    step = partial(generate, model.packed, step=Step(HOPPER, True, 2, 256))
     text = lowered(step, abstract, state, jax.ShapeDtypeStruct((4, 4), jnp.int32))
     assert text.count("mosaic_gpu") >= 2
