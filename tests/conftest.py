@@ -25,6 +25,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(items):
-    """Files with the most slow tests first, so that no worker is left alone with one of them at the end."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])  # stable
+    """Files that take longest first, so that no worker is left alone with one of them at the end."""
+    seconds = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("slow"):
+            seconds[item.path] += mark.kwargs.get("seconds", 1)
+    items.sort(key=lambda item: -seconds[item.path])  # stable

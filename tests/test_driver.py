@@ -30,7 +30,7 @@ from rl_jax.testing.envs import EvenEnv
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
 from rl_jax.types import Group, Outcome, Reward, SlotSampling, SyncResult, Trajectory
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(seconds=5)
 
 CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
 STEPS = 3

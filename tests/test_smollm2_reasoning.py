@@ -11,7 +11,7 @@ from rl_jax.metrics import read_metrics
 from tests.models.smollm2 import DIRECTORY, needs_smollm2
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(seconds=120),
     pytest.mark.timeout(600),
     needs_smollm2,
 ]

@@ -14,7 +14,7 @@ from rl_jax.rollout.traces import read_traces
 from tests.models.smollm2 import DIRECTORY, needs_smollm2
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.slow(seconds=150),
     needs_smollm2,
 ]
 

@@ -20,7 +20,7 @@ def turns_of(run):
             yield [(turn["prompt_text"], turn["text"]) for turn in turns]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=40)
 def test_policys_own_words_are_parsed_answered_and_trained(tmp_path):
     assert launch.main([CONFIG, f"--run_dir={tmp_path / 'r'}"]) == 0
     episodes = list(turns_of(tmp_path / "r"))

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=20)
 def test_weight_sync_benchmark_runs_tiny(tmp_path):
     out = tmp_path / "weight_sync.json"
     command = [sys.executable, "benchmarks/weight_sync.py", "--tiny", "--out", str(out)]
