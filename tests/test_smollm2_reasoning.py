@@ -12,6 +12,7 @@ from tests.models.smollm2 import DIRECTORY, needs_smollm2
 
 pytestmark = [
     pytest.mark.slow(seconds=120),
+    pytest.mark.timeout(900),
     pytest.mark.timeout(600),
     needs_smollm2,
 ]

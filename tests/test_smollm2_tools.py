@@ -15,6 +15,7 @@ from tests.models.smollm2 import DIRECTORY, needs_smollm2
 
 pytestmark = [
     pytest.mark.slow(seconds=150),
+    pytest.mark.timeout(900),
     needs_smollm2,
 ]
 

@@ -70,7 +70,7 @@ def test_ragged_contexts_in_any_number_of_parts(parts, cap):
     split = jax.jit(pa.split_items, static_argnums=(3, 4))
     items = split(*(jnp.asarray(x, jnp.int32) for x in (tables, first, end)), PAGE, parts)
     got = pa.paged_attention(q, poisoned(cache, tables, end), items, scores)
-    np.testing.assert_allclose(got, want, atol=2e-6)
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
     assert not np.asarray(got[2]).any()  # nothing is visible
 
 
@@ -84,7 +84,7 @@ def test_prefixes_that_sequences_share_are_read_once(rows, run):
     q, cache = draw(6, 12)
     items = pa.shared_items(tables, end, PAGE, rows, run)
     got = pa.paged_attention(q, poisoned(cache, tables, end), items, SCORES)
-    np.testing.assert_allclose(got, expected(q, cache, tables, [0] * 6, end), atol=2e-6)
+    np.testing.assert_allclose(got, expected(q, cache, tables, [0] * 6, end), rtol=2e-6, atol=2e-6)
     read = sum(-(-int(stop) // PAGE) for _, stop in items.span)
     assert read == (11 if rows == 8 else 13)  # of 16 pages in the tables
     taken = items.slots[items.slots >= 0]
@@ -111,7 +111,7 @@ def test_unused_parts_may_hold_anything():
         return jnp.where(unused[..., None], jnp.nan, parts), jnp.where(unused, jnp.nan, logs)
 
     got = pa.paged_attention(q, cache, items, SCORES, attend)
-    np.testing.assert_allclose(got, expected(q, cache, tables, first, end), atol=2e-6)
+    np.testing.assert_allclose(got, expected(q, cache, tables, first, end), rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.slow
