@@ -12,7 +12,8 @@ assistant's words: no history is rendered, whatever the template would make of i
 where the template shows another one (Qwen 3 drops the thoughts of earlier turns).
 
 What a template refuses or leaves out is said in another way, the first that it takes: calls as text in the content;
-tool messages as the user's; system messages as the user's; neighbours of one role as one message. A template that
+tool messages as the user's; system messages as the user's; neighbours of one role as one message. A template that goes
+beyond its limits (template_limits.py) does so in every way, and is not asked again. One that
 ignores its tools is told them in the system message, as ChatRenderer does.
 
 Must not: keep anything between two calls.
@@ -29,6 +30,7 @@ from rl_jax.tokens.hf import HfTokenizer
 from rl_jax.tokens.marks import PRIVATE_CLASS, Marks
 from rl_jax.tokens.renderer import Tools, sha256_of
 from rl_jax.tokens.template_engine import compile_template
+from rl_jax.tokens.template_limits import TemplateLimitError
 from rl_jax.tokens.template_messages import (
     FIRST_SAID,
     SAID,
@@ -174,6 +176,8 @@ class TemplateRenderer:
             for turn in (plain[1], called) if called.tool_calls and self._end else (plain[1],):
                 try:
                     found = self._rendered([plain[0], turn, *way], (), asked)
+                except TemplateLimitError:
+                    raise
                 except ValueError as error:
                     errors.append(error)
                     continue
@@ -198,6 +202,8 @@ class TemplateRenderer:
         for way in ways:
             try:
                 return self._rendered(way, tools)
+            except TemplateLimitError:
+                raise
             except ValueError as error:
                 errors.append(error)
         raise errors[0]
@@ -208,6 +214,8 @@ class TemplateRenderer:
         """Raises ValueError where the template refuses the messages, or leaves one out."""
         try:
             plain = self._said_as(None, messages, tools, calls)
+        except TemplateLimitError:
+            raise
         except ValueError:
             plain = None
         first = None
@@ -344,6 +352,8 @@ class TemplateRenderer:
         tool = {"type": "function", "function": {"name": TOOL, "description": "", "parameters": {}}}
         try:
             return TOOL in self._said_as(None, [Message("user", USER)], [tool], ())
+        except TemplateLimitError:
+            raise
         except ValueError:
             return False
 

@@ -4,12 +4,15 @@ As transformers has it: trim_blocks, lstrip_blocks, loop controls, raise_excepti
 tag {% generation %}, whose body is rendered as if the tag were not there. strftime_now tells a fixed day, so that a
 prompt and its hash are the same tomorrow; a template that needs today's date does not get it.
 
+What a rendering may cost is limited (template_limits.py), as it is of a program that somebody else wrote.
+
 Must not: let a template write, call or import anything (ImmutableSandboxedEnvironment), or keep state between two
 renderings.
 """
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,11 +22,20 @@ from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rl_jax.tokens.marks import Marks
+from rl_jax.tokens.template_costs import LimitedEnvironment
+from rl_jax.tokens.template_limits import (
+    Budget,
+    LimitedContext,
+    LimitExceeded,
+    TemplateLimitError,
+    charged,
+)
 
 MAX_TEMPLATE = 1_000_000  # characters
+MAX_DATE = 200  # characters
+MAX_TOLD = 500  # characters of what a template raises
 NOW = datetime.datetime(
     2024, 7, 26
 )  # the day that Llama 3's template names where it is not told one
@@ -31,8 +43,11 @@ MARKS = "rl_jax_marks"  # the variable in which a rendering's Marks reach tojson
 
 # What a template may raise by what it is given, beside its own exceptions.
 FAULTS = (
-    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError,
 )  # fmt: skip
+
+# What jinja2 and Python raise for a text that is no template, or one too deep for their compilers.
+UNCOMPILABLE = (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError)
 
 Render = Callable[..., str]  # (marks, **variables)
 
@@ -44,25 +59,47 @@ def compile_template(text: str, where: str) -> Render:
     """
     if len(text) > MAX_TEMPLATE:
         raise ValueError(f"{where} has {len(text)} characters, more than {MAX_TEMPLATE}")
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
+    environment = LimitedEnvironment(
+        {"tojson": _tojson},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, LoopControlExtension],
     )
-    environment.filters["tojson"] = _tojson
-    functions: dict[str, Any] = {"raise_exception": _raise, "strftime_now": NOW.strftime}
+    functions: dict[str, Any] = {"raise_exception": _raise, "strftime_now": _strftime}
     environment.globals.update(functions)
     try:
-        template = environment.from_string(text)
-    except (TemplateError, RecursionError) as error:
-        raise ValueError(f"{where} is no chat template ({type(error).__name__}: {error})") from None
+        template = environment.from_string(charged(environment.parse(text)))
+    except LimitExceeded as error:
+        raise _beyond(where, error) from None
+    except UNCOMPILABLE as error:
+        raise ValueError(
+            f"{where} is no chat template ({type(error).__name__}: {_told(error)})"
+        ) from None
 
     def render(marks: Marks | None, **variables: Any) -> str:
+        context = template.new_context({MARKS: marks, **variables})
+        assert isinstance(context, LimitedContext)
+        context.budget = Budget(variables)
         try:
-            return template.render(**{MARKS: marks}, **variables)
+            return "".join(template.root_render_func(context))
+        except LimitExceeded as error:
+            raise _beyond(where, error) from None
         except FAULTS as error:
-            told = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"{where} refuses the messages: {told}") from None
+            raise ValueError(f"{where} refuses the messages: {_told(error)}") from None
 
     return render
+
+
+def _beyond(where: str, error: LimitExceeded) -> TemplateLimitError:
+    return TemplateLimitError(
+        f"{where} {error}; take the template that the model was published with, or one that does less"
+    )
+
+
+def _told(error: BaseException) -> str:
+    """On one line, which a template may not make longer than anybody reads."""
+    told = " ".join(str(error)[:MAX_TOLD].split())
+    return told or type(error).__name__
 
 
 class _Generation(Extension):
@@ -77,6 +114,13 @@ class _Generation(Extension):
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
+
+
+def _strftime(form: str) -> str:
+    """The form is C's, and may name a width: what is longer than a date is none."""
+    if len(form) > MAX_DATE or any(len(digits) > 2 for digits in re.findall(r"\d+", form)):
+        raise ValueError(f"strftime_now takes a form of a date, at most {MAX_DATE} characters")
+    return NOW.strftime(form)
 
 
 @jinja2.pass_context
