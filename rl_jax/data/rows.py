@@ -5,7 +5,9 @@ Forms of a row: {"messages": [...]} and {"prompt": ..., "completion": ...} for k
 message) or messages; a completion, chosen or rejected is a text (one assistant message) or messages that end with the
 assistant's. "tools" are the functions that the conversation may call, as of a Task; an assistant's message may have
 "tool_calls", in OpenAI's form ({"function": {"name", "arguments": JSON as text or object}}) or as {"name",
-"arguments"}, and messages of the role "tool" answer them in their order. Other keys of a row are its own and are named
+"arguments"}, and messages of the role "tool" answer them, each call once before anybody else speaks: by tool_call_id
+where both have an id, else by place. They are put into the order of the calls, as a rendered answer may show no id (a
+Message has none). Other keys of a row are its own and are named
 once, but one that is nearly a known one is refused, as is any other key of a message, which may change what it says,
 and an answer without a word to learn.
 Must not: tokenize, or read a file.
@@ -82,7 +84,10 @@ _FORMS = {
 
 # A file may serve both kinds: a key of the other form is known, and not read.
 KEYS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
-TOOL_KEYS = ("tool_call_id", "name")  # of a tool's message: its place says the same
+TOOL_KEYS = (
+    "tool_call_id",
+    "name",
+)  # of a tool's message: once it is in its place, that says the same
 
 
 def _check_keys(value: Mapping[str, Any], kind: str) -> None:
@@ -100,19 +105,28 @@ def _check_keys(value: Mapping[str, Any], kind: str) -> None:
 Conversations = tuple[tuple[Message, ...], ...]
 
 
+@dataclass(frozen=True)
+class _Said:
+    """A message with what only its row knows of it."""
+
+    message: Message
+    call_id: str  # of a tool's message: that of the call it answers, "" where the row has none
+    where: str  # as in messages[2]
+
+
 def _chat(value: Mapping[str, Any]) -> tuple[Conversations, int]:
     if "messages" in value:
         messages = _messages(value, "messages", "user")
-        return (_ending_with_assistant(messages, "messages"),), 0
+        return (_answered(_ending_with_assistant(messages, "messages")),), 0
     prompt, answer = _messages(value, "prompt", "user"), _answer(value, "completion")
-    return ((*prompt, *answer),), len(prompt)
+    return (_answered([*prompt, *answer]),), len(prompt)
 
 
 def _pair(value: Mapping[str, Any]) -> tuple[Conversations, int]:
     key = "messages" if "messages" in value else "prompt"
     prompt = _messages(value, key, "user", "pairs")
     sides = [_answer(value, name, "pairs") for name in ("chosen", "rejected")]
-    return tuple((*prompt, *side) for side in sides), len(prompt)
+    return tuple(_answered([*prompt, *side]) for side in sides), len(prompt)
 
 
 def _tools(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
@@ -127,28 +141,80 @@ def _tools(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _check_calls(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RowError for a call that the tools do not take, or a tool's message that answers none."""
-    open_calls = 0
-    for i, message in enumerate(messages):
-        if message.role == "tool":
-            if not open_calls:
-                raise RowError(
-                    f"message {i} is of the tool, but no call of the assistant before it is open; give the assistant's"
-                    " message its tool_calls"
-                )
-            open_calls -= 1
-        elif message.role == "assistant":
-            open_calls = len(message.tool_calls)
-            for call in message.tool_calls if tools else ():
-                if (why := check_call(call, tools)) is not None:
-                    raise RowError(f"calls what it does not offer in message {i}: {why}")
+    """Raises RowError for a call that the tools do not take."""
+    for i, message in enumerate(messages if tools else ()):
+        for call in message.tool_calls:
+            if (why := check_call(call, tools)) is not None:
+                raise RowError(f"calls what it does not offer in message {i}: {why}")
 
 
-def _answer(value: Mapping[str, Any], key: str, kind: str = "chat") -> tuple[Message, ...]:
+def _answered(conversation: Sequence[_Said]) -> tuple[Message, ...]:
+    """The messages, the tools' in the order of the calls that they answer. Raises RowError where they do not fit."""
+    out: list[Message] = []
+    at = 0
+    while at < len(conversation):
+        said = conversation[at]
+        end = at + 1
+        while end < len(conversation) and conversation[end].message.role == "tool":
+            end += 1
+        if said.message.role == "tool":
+            raise _unasked(at)
+        out.append(said.message)
+        answers = _by_call(said.message.tool_calls, conversation[at + 1 : end], at + 1)
+        missing = [call for call, one in zip(said.message.tool_calls, answers) if one is None]
+        if missing and end < len(conversation):
+            raise RowError(
+                f"{said.where} calls {_call_name(missing[0])}, which no tool's message answers before"
+                f" {conversation[end].where}; add the answer, or take the call out"
+            )
+        out += [one.message for one in answers if one is not None]
+        at = end
+    return tuple(out)
+
+
+def _by_call(calls: Sequence[ToolCall], answers: Sequence[_Said], first: int) -> list[_Said | None]:
+    """The answer of each call. first: the index of the first answer in its conversation."""
+    found: list[_Said | None] = [None] * len(calls)
+    for place, answer in enumerate(answers):
+        known = [i for i, call in enumerate(calls) if answer.call_id and call.id == answer.call_id]
+        by_place = place < len(calls) and not (answer.call_id and calls[place].id)
+        # Some rows give several calls one id: their answers come in the calls' order.
+        free = [i for i in known if found[i] is None]
+        slot = free[0] if free else known[0] if known else place if by_place else None
+        if slot is None and answer.call_id and calls:
+            ids = ", ".join(call.id for call in calls if call.id) or "none"
+            raise RowError(
+                f"{answer.where} answers the call {answer.call_id[:40]!r}, which the assistant's message before it does"
+                f" not have (its ids: {ids[:200]}); correct the id"
+            )
+        if slot is None:
+            raise _unasked(first + place)
+        if (other := found[slot]) is not None:
+            raise RowError(
+                f"{answer.where} answers {_call_name(calls[slot])}, as {other.where} does; keep one of them, or give"
+                " each the tool_call_id of its own call"
+            )
+        found[slot] = answer
+    return found
+
+
+def _call_name(call: ToolCall) -> str:
+    return f"{call.name} ({call.id[:40]!r})" if call.id else call.name
+
+
+def _unasked(index: int) -> RowError:
+    return RowError(
+        f"message {index} is of the tool, but no call of the assistant before it is open; give the assistant's message"
+        " its tool_calls"
+    )
+
+
+def _answer(value: Mapping[str, Any], key: str, kind: str = "chat") -> tuple[_Said, ...]:
     return _ending_with_assistant(_messages(value, key, "assistant", kind), key)
 
 
-def _ending_with_assistant(messages: Sequence[Message], key: str) -> tuple[Message, ...]:
+def _ending_with_assistant(conversation: Sequence[_Said], key: str) -> tuple[_Said, ...]:
+    messages = [said.message for said in conversation]
     if messages[-1].role != "assistant":
         raise RowError(
             f"{key} ends with a message of the {messages[-1].role}, which nothing answers; end it with one of the"
@@ -159,41 +225,25 @@ def _ending_with_assistant(messages: Sequence[Message], key: str) -> tuple[Messa
         if message.role == "assistant" and key != "rejected" and not says:
             where = key if len(messages) == 1 else f"{key}[{i}].content"
             raise RowError(f"{where} has no word to learn; write the answer, or take the row out")
-    return tuple(messages)
+    return tuple(conversation)
 
 
 def _messages(
     value: Mapping[str, Any], key: str, role: str, kind: str = "chat"
-) -> tuple[Message, ...]:
+) -> tuple[_Said, ...]:
     """Of a text (one message of `role`) or of a list."""
     if key not in value:
         raise RowError(f"has {_keys(value)} but no {key}; write {_FORMS[kind]}")
     content = value[key]
     if isinstance(content, str) and key != "messages":
-        return (Message(role, content),)
+        return (_Said(Message(role, content), "", key),)
     if not isinstance(content, list) or not content:
         text = "" if key == "messages" else "a text or "
         raise RowError(f"{key} is {_named(content)}; it must be {text}a list of messages")
-    messages = tuple(_message(item, f"{key}[{i}]") for i, item in enumerate(content))
-    _check_order(content, key)
-    return messages
+    return tuple(_message(item, f"{key}[{i}]") for i, item in enumerate(content))
 
 
-def _check_order(items: Sequence[Mapping[str, Any]], key: str) -> None:
-    """Raises RowError where tools answer by id in another order than that of the calls: a rendered answer has none."""
-    waiting: list[str] = []
-    for i, item in enumerate(items):
-        if item["role"] == "assistant":
-            waiting = [str(call.get("id") or "") for call in item.get("tool_calls") or ()]
-        elif item["role"] == "tool" and waiting:
-            due, given = waiting.pop(0), item.get("tool_call_id")
-            if due and given and due != given:
-                raise RowError(
-                    f"{key}[{i}] answers the call {given}, but {due} is next; answer calls in their order"
-                )
-
-
-def _message(value: Any, where: str) -> Message:
+def _message(value: Any, where: str) -> _Said:
     if not isinstance(value, dict):
         raise RowError(f'{where} is {_named(value)}; it must be {{"role": ..., "content": ...}}')
     role, content = value.get("role"), value.get("content")
@@ -219,7 +269,7 @@ def _message(value: Any, where: str) -> Message:
     if not isinstance(calls, list):
         raise RowError(f"{where}.tool_calls is {_named(calls)}; it must be a list")
     called = tuple(_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls))
-    return Message(role, content, called)
+    return _Said(Message(role, content, called), str(value.get("tool_call_id") or ""), where)
 
 
 def _call(value: Any, where: str) -> ToolCall:

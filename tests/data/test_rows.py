@@ -6,7 +6,7 @@ import pytest
 
 from rl_jax.data.corpus import read_corpus
 from rl_jax.data.examples import ExampleRules
-from rl_jax.data.rows import DataError, parse_row
+from rl_jax.data.rows import DataError, RowError, parse_row
 from rl_jax.settings import DataSettings
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
 from rl_jax.types import Message
@@ -26,6 +26,16 @@ def calling(name, arguments, call_id=""):
         "content": None,
         "tool_calls": [{"id": call_id, "function": function}],
     }
+
+
+def calls(*ids):
+    """A message that calls f_a under the id a, and so on; no id for ""."""
+    asked = [{"id": one, "function": {"name": f"f_{one}", "arguments": {}}} for one in ids]
+    return {"role": "assistant", "content": "", "tool_calls": asked}
+
+
+def answer(content, call_id=""):
+    return {**TOOL, "content": str(content), **({"tool_call_id": call_id} if call_id else {})}
 
 
 def read(path, *rows, rules=CHAT, **settings):
@@ -59,6 +69,60 @@ def test_calls_may_be_written_as_openai_does_or_plainly():
         assert parsed.tools == (ADD,) and parsed.conversations[0][2] == Message("tool", "4")
 
 
+@pytest.mark.parametrize(
+    "ids, answers, told",
+    [
+        ("ab", [("b", "b"), ("a", "a")], "ab"),
+        ("abc", [("c", "c"), ("a", "a"), ("b", "b")], "abc"),
+        ("ab", [("1", ""), ("2", "")], "12"),  # without ids: by place
+        ("abc", [("b", "b"), ("a", "a"), ("3", "")], "ab3"),
+        ("abc", [("c", "c"), ("2", ""), ("a", "a")], "a2c"),
+        (["", ""], [("1", "x"), ("2", "y")], "12"),  # of ids that no call tells
+        (["", "b"], [("1", "b"), ("2", "")], None),  # the second is at the place that the first has
+        ("aa", [("1", "a"), ("2", "a")], "12"),  # of two calls with one id
+    ],
+)  # fmt: skip
+def test_answers_stand_in_the_order_of_their_calls(ids, answers, told):
+    said = [answer(*one) for one in answers]
+    forms = [
+        {
+            "messages": [
+                USER,
+                calls(*ids),
+                *said,
+                ASSISTANT,
+                USER,
+                calls("z"),
+                answer(9, "z"),
+                ASSISTANT,
+            ]
+        },
+        {"prompt": [USER, calls(*ids), *said], "completion": "ho"},
+        {"prompt": [USER, calls(*ids)], "completion": [*said, ASSISTANT]},
+        {"prompt": [USER], "completion": [calls(*ids), *said, ASSISTANT]},
+    ]
+    for form in forms:
+        if told is None:
+            with pytest.raises(RowError, match=r"answers f_b \('b'\), as .* does; keep one"):
+                parse_row(json.dumps(form).encode(), "chat")
+            continue
+        (messages,) = parse_row(json.dumps(form).encode(), "chat").conversations
+        assert [m.content for m in messages[2 : 2 + len(told)]] == list(told)
+        assert [m.role for m in messages[: 3 + len(told)]] == ["user", "assistant"] + [
+            "tool"
+        ] * len(told) + ["assistant"]
+    pair = {"prompt": [USER], "chosen": [calls(*ids), *said, ASSISTANT], "rejected": "no"}
+    if told:
+        up, _ = parse_row(json.dumps(pair).encode(), "pairs").conversations
+        assert "".join(m.content for m in up if m.role == "tool") == told
+
+
+def test_a_last_call_needs_no_answer():
+    row = {"messages": [USER, calls("a", "b"), answer(2, "b"), answer(1, "a"), calls("c")]}
+    (messages,) = parse_row(json.dumps(row).encode(), "chat").conversations
+    assert [m.content for m in messages] == ["hi", "", "1", "2", ""]
+
+
 def test_keys_that_nothing_reads_are_named_once(tmp_path):
     rows = [{"prompt": "hi", "completion": "ho", f"key_{i}": i, "id": i} for i in range(8)]
     told = read(tmp_path / "r", *rows).describe()
@@ -81,10 +145,24 @@ BAD = [
     (CHAT, {"messages": [USER, calling(None, {}), ASSISTANT]}, "messages[1].tool_calls[0] must be"),
     (CHAT, {"messages": [USER, {**ASSISTANT, "tool_calls": 1}]}, "messages[1].tool_calls is a number; it must be"),
     (CHAT, {"messages": [{**USER, "tool_calls": [1]}, ASSISTANT]}, "messages[0] has tool_calls, which the chat"),
-    (CHAT, {"tools": [ADD], "messages": [USER, calling("sub", {}), ASSISTANT]},
+    (CHAT, {"tools": [ADD], "messages": [USER, calling("sub", {}), TOOL, ASSISTANT]},
      "calls what it does not offer in message 1: there is no tool 'sub'; the tools are add"),
     (CHAT, {"messages": [USER, calling("add", {}, "x"), {**TOOL, "tool_call_id": "y"}, ASSISTANT]},
-     "messages[2] answers the call y, but x is next"),
+     "messages[2] answers the call 'y', which the assistant's message before it does not have (its ids: x); correct"),
+    (CHAT, {"messages": [USER, calls("a", "b"), answer(1, "a"), answer(2, "a"), ASSISTANT]},
+     "messages[3] answers f_a ('a'), as messages[2] does; keep one of them, or give each the tool_call_id of its own"),
+    (CHAT, {"messages": [USER, calls("a", "b"), answer(1, "b"), answer(2), ASSISTANT]},
+     "messages[3] answers f_b ('b'), as messages[2] does; keep one"),
+    (CHAT, {"messages": [USER, calls("a", "b"), answer(1, "b"), ASSISTANT]},
+     "messages[1] calls f_a ('a'), which no tool's message answers before messages[3]; add the answer, or take the"),
+    (CHAT, {"messages": [USER, calls("a", "b"), answer(1, "b"), USER, answer(2, "a"), ASSISTANT]},
+     "messages[1] calls f_a ('a'), which no tool's message answers before messages[3]"),
+    (CHAT, {"messages": [USER, calls("", ""), answer(1), ASSISTANT]}, "messages[1] calls f_, which no tool's message"),
+    (CHAT, {"prompt": [USER, calls("a"), answer(1, "z")], "completion": "ho"}, "prompt[2] answers the call 'z', which"),
+    (CHAT, {"prompt": [USER, calls("a")], "completion": "ho"}, "prompt[1] calls f_a ('a'), which no tool's message "
+     "answers before completion; add"),
+    (CHAT, {"messages": [USER, calls("a"), answer(1, "a"), answer(2), ASSISTANT]}, "message 3 is of the tool, but no"),
+    (PAIRS, {"prompt": "hi", "chosen": [calls("a"), ASSISTANT], "rejected": "b"}, "chosen[0] calls f_a ('a'), which"),
     (CHAT, {"messages": [USER, ASSISTANT], "prompt": "hi"}, "has messages and prompt; keep one of the two forms"),
     (CHAT, {"messages": [USER, ASSISTANT], "completion": "ho"}, "has messages and completion; keep one"),
     (PAIRS, {"messages": [USER], "prompt": "hi", "chosen": "a", "rejected": "b"}, "has messages and prompt; keep"),
