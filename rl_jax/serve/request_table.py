@@ -358,15 +358,11 @@ class RequestTable:
         if usable and found.num_tokens < session.num_tokens - 1:
             found = Found(found.origin, (), 0)  # all of it comes with the turn
         slot, room = self._free_slots[-1], min(session.num_tokens + self.lead, context)
-        if not self.paging.admit(slot, found, room):
-            # A page to copy takes one more; without it a history that fits alone always finds room.
-            whole = found.num_tokens // self.paging.spec.page_size
-            found = Found(found.origin, found.pages[:whole], whole * self.paging.spec.page_size)
-            if not self.paging.admit(slot, found, room):
-                return False
+        if (admitted := self.paging.admit(slot, found, room)) is None:
+            return False
         session.slot = self._free_slots.pop()
         turn.admitted_s = turn.admitted_s or self.now_s
-        self._begin(turn, found, usable)
+        self._begin(turn, admitted, usable)
         return True
 
     def _begin(self, turn: ActiveTurn, found: Found, usable: bool) -> None:

@@ -8,12 +8,12 @@ servers answer from their threads through `call_soon_threadsafe`. Life of a turn
    there to the server that was sent the same context before, unless that has AFFINITY_SLACK of its
    slots more live sessions than another, else to the one with the fewest live sessions.
 2. Where prefill servers exist and the decode server holds no KV for the session that this version
-   may read, the prefill server with the shortest queue computes the whole prefix and hands it over;
-   who comes with the same context meanwhile waits for that, and finds it in the decode server's
-   prefix tree. Else, without prefill servers or with a live history, the decode server extends its
-   own KV: a suffix that is moved costs more than one that is appended in chunks (those over
-   engine.append_limit are counted as long_appends). If a prefill server fails, the decode server
-   does it all.
+   may read, a prefill server computes what its own prefix tree lacks and hands the whole prefix over:
+   the one that has it first by what it was sent before (prefill_choice.py); who comes with the same
+   context meanwhile waits for that, and finds it in the decode server's prefix tree. Else, without
+   prefill servers or with a live history, the decode server extends its own KV: a suffix that is moved
+   costs more than one that is appended in chunks (those over engine.append_limit are counted as
+   long_appends). If a prefill server fails, the decode server does it all.
 3. The decode server answers, or the deadline passes and the turn is aborted there.
 Invariants: generate never outlives the deadline; a session whose server is fenced starts anew on
 another one; every server was started for the renderer whose tokens come here.
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from rl_jax.serve.decode_server import DecodeServer
+from rl_jax.serve.prefill_choice import Context, PrefillLine, choose_line
 from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
 
@@ -100,6 +101,7 @@ class Router:
                     " template files and rollout.tool_parser"
                 )
         self._decode, self._prefill, self._plan = tuple(decode), tuple(prefill), plan
+        self._lines = {server.name: PrefillLine(server) for server in prefill}
         self._sessions: dict[str, Placed] = {}
         self._flights: dict[str, list[Flight]] = {}  # by uid
         # Hash of a session's first context -> the decode server that it went to, the latest last.
@@ -227,14 +229,7 @@ class Router:
             return None
         done = self._computing[key] = asyncio.get_running_loop().create_future()
         flight.on_sent = lambda: self._sent_prefix(key, done)
-        flight.prefill = server = min(servers, key=lambda s: s.num_jobs)
-        ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
-        result, times_s = await self._call(
-            lambda answer: server.submit(ask, decode, lambda *result: answer(result)),
-            deadline,
-            f"{server.name} to compute the prefix of {request.key}",
-        )
-        flight.prefill = None
+        result, times_s = await self._ask_prefill(flight, servers, deadline)
         if isinstance(result, Prefix):
             self._counters["prefilled"] += 1
             flight.times_s = dict(times_s)
@@ -243,6 +238,27 @@ class Router:
             raise result
         self._counters["prefill_fallbacks"] += flight.aborted is None
         return None
+
+    async def _ask_prefill(
+        self, flight: Flight, servers: Sequence[PrefillServer], deadline: float
+    ) -> tuple[Prefix | TurnError, Mapping[str, float]]:
+        """What one of the servers answers."""
+        request, page_size = flight.request, servers[0].engine.spec.page_size
+        context = Context.of(np.asarray(request.tokens[:-1], np.int32), page_size)
+        line = choose_line([self._lines[server.name] for server in servers], context)
+        flight.prefill = server = line.server
+        missing, result = line.send(context), None
+        ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
+        try:
+            result, times_s = await self._call(
+                lambda answer: server.submit(ask, flight.decode, lambda *result: answer(result)),
+                deadline,
+                f"{server.name} to compute the prefix of {request.key}",
+            )
+        finally:
+            line.answered(context, missing, isinstance(result, Prefix))
+        flight.prefill = None
+        return result, times_s
 
     def _sent_prefix(self, key: tuple[str, int, int], done: asyncio.Future) -> None:
         """The prefix is with the decode server, or will never be: who waits for it goes on."""

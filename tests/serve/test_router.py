@@ -1,12 +1,14 @@
 """The Router as rollout's Sampler, over servers round FakeEngines."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rl_jax.mesh import MeshPlan
 from rl_jax.serve import Router
+from rl_jax.serve.prefill_choice import Context, PrefillLine, choose_line
 from rl_jax.serve.router import TemplateMismatch
 from rl_jax.settings import MeshSettings, PoolSettings
 from rl_jax.types import FinishReason, Sampler, TurnError
@@ -158,7 +160,7 @@ def test_abort_while_the_prefix_is_computed_gives_an_empty_turn(kit):
 
     async def main():
         task = asyncio.create_task(router.generate(kit.request()))
-        while not p.num_jobs:
+        while not p.stats()["waiting"]:
             await asyncio.sleep(0)
         router.abort("a", "test")
         return await task
@@ -331,7 +333,7 @@ def test_samples_of_one_prompt_are_prefilled_and_sent_once(kit):
     made, (first, second) = p.stats(), (d.server.stats() for d in servers)
     # Two slots more than on the other server are a quarter of its slots: three go together, and one to the other.
     assert (first["finished"], second["finished"]) == (3, 1)
-    assert made["finished"] == 2 and made["prefill_tokens"] == 2 * 39
+    assert made["finished"] == 2 and made["prefill_tokens"] == made["found_tokens"] == 39
     assert first["received_tokens"] + second["received_tokens"] == 2 * 39
     assert first["cached_tokens"] == 2 * 39 and router.stats()["prefill_shared"] == 2
 
@@ -351,3 +353,51 @@ def test_who_waits_for_anothers_prefix_goes_on_when_that_fails(kit):
 
     assert run(both()).tokens.tolist() == d.engine.expected([1, 2, 3, 4], 6)
     assert not router._computing
+
+
+def test_a_context_goes_to_the_prefill_server_that_has_most_of_it(kit):
+    d = kit.decode()
+    first, second = (kit.prefill(name=f"prefill.{i}") for i in range(2))
+    router = Router([d.server], [first, second], PLAN)
+    one, other = list(range(1, 40)), list(range(50, 90))
+
+    async def ask(uid, context):
+        await router.generate(kit.request(uid, context, max_new_tokens=1))
+        router.release(f"{uid}#0")
+
+    async def both():  # the second finds 38 tokens in the first one's line
+        await asyncio.gather(ask("a", one), ask("b", other))
+
+    run(both())
+    assert [p.stats()["requests"] for p in (first, second)] == [1, 1]
+    for uid, context in (("c", [*other, 1, 2]), ("d", [*one, 3]), ("e", [*other, 1, 2, 5])):
+        run(ask(uid, context))
+    assert [p.stats()["requests"] for p in (first, second)] == [2, 3]
+    assert (first.stats()["prefill_tokens"], second.stats()["prefill_tokens"]) == (38 + 1, 39 + 3)
+    for p in (first, second):
+        kit.commit(p, 1)
+    run(ask("f", [*other, 6]))  # nothing is known under the new version: the first of equals
+    assert first.stats()["requests"] == 3
+
+
+def test_a_line_of_work_outweighs_a_prefix():
+    """By hand, pages of 4."""
+    engine = SimpleNamespace(spec=SimpleNamespace(num_pages=6))
+    lines = [PrefillLine(SimpleNamespace(version=0, engine=engine)) for _ in range(2)]
+    tokens = np.arange(10, dtype=np.int32)
+    context = Context.of(tokens, 4)
+    longer = Context.of(np.append(tokens, np.ones(7, np.int32)), 4)
+    sent = lines[0].send(context)
+    assert (sent, lines[0].tokens, lines[0].missing(longer)) == (10, 10, 17 - 8)
+    assert choose_line(lines, longer) is lines[1]  # 10 + 9 against 17
+    lines[0].answered(context, sent, True)
+    assert choose_line(lines, longer) is lines[0]
+    assert lines[0].missing(context) == 0
+    lines[0].answered(longer, lines[0].send(longer), False)  # it failed: only what it had before
+    assert lines[0].missing(longer) == 9 and lines[0].tokens == 0
+    other = Context.of(tokens + 50, 4)
+    lines[0].send(other)
+    lines[0].send(Context.of(tokens + 70, 4))  # with these six pages: the others are forgotten
+    assert (lines[0].missing(other), lines[0].missing(context)) == (0, 10)
+    lines[0].server.version = 1
+    assert lines[0].missing(other) == 10
