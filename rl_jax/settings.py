@@ -96,7 +96,8 @@ class EngineSettings:
     chunk_sizes: tuple[int, ...] = (64, 512)
     chunk_requests: int = 16  # most requests in one chunk
     num_stop_tokens: int = 4  # most stop token ids of one request
-    # longest suffix a decode server appends itself; longer ones go to a prefill server
+    # longest suffix of a live history that its decode server appends itself; longer ones go to a prefill server.
+    # 0 = what costs less, by the times that the servers measure
     append_limit: int = 256
 
     @property

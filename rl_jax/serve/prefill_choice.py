@@ -1,4 +1,4 @@
-"""Which prefill server computes a context: the one that has it first, as far as the router can tell.
+"""Which prefill server computes a context, and whether any does: what is done first, as far as the router can tell.
 
 Owns: PrefillLine, the router's account of one prefill server: how many tokens it is still to compute, and which pages
 of contexts it was sent under its version, so that nothing is read from the server's thread.
@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from rl_jax.serve.paging import chain
+
+UNMEASURED_LIMIT = 256  # in place of engine.append_limit=0 until both ways were measured
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,32 @@ class PrefillLine:
         if not is_computed:
             for page in context.pages[(context.num_tokens - missing) // context.page_size :]:
                 self._pages.pop(page, None)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Averages that the servers measured."""
+
+    append_token_s: float  # of a token on the decode server
+    num_running: int  # turns there that wait while it appends
+    compute_token_s: float  # of a token on the prefill server
+    move_token_s: float  # of a token between them
+
+
+def appends(limit: int, suffix: int, line_tokens: int, costs: Costs | None) -> bool:
+    """Whether a decode server appends a suffix to a live history itself.
+
+    limit: engine.append_limit; with 0 the costs decide, the seconds that turns wait for it: there this one alone, here
+    all that generate too. line_tokens: what the prefill server computes until the suffix is there. costs: None where
+    not everything was measured yet.
+    """
+    if suffix <= 0:
+        return True
+    if limit > 0 or costs is None:
+        return suffix <= (limit or UNMEASURED_LIMIT)
+    here_s = suffix * costs.append_token_s * (1 + costs.num_running)
+    there_s = line_tokens * costs.compute_token_s + suffix * costs.move_token_s
+    return here_s <= there_s
 
 
 def choose_line(lines: Sequence[PrefillLine], context: Context) -> PrefillLine:

@@ -5,8 +5,9 @@ Life of a job: 1 `submit` names the decode server that will generate. 2 Jobs are
 arrival, as many as the next chunk takes: each gets pages of this server's cache, those first that the
 prefix tree has of its context; one whose next page a job before it is computing waits for that.
 3 What the tree lacks is packed into chunks; a context longer than a chunk goes on in the next one.
-4 When context[:-1] is there it is listed in the tree, and copies of its pages are moved to the decode
-server's mesh, those of requests that one chunk completed together, once per target. 5 `on_prefix` gets
+4 When context[:-1] is there it is listed in the tree, and copies of its pages, of those that the decode
+server lacks, are moved to that one's mesh, those of requests that one chunk completed together, once per
+target. 5 `on_prefix` gets
 the Prefix with version and hash, on this thread. A commit happens between two chunks; half-done
 prefixes start again, so a Prefix never mixes versions.
 Invariants: every job ends in exactly one on_prefix; KV is found again under the version that computed
@@ -28,6 +29,7 @@ from rl_jax.engine.prefix_tree import Origin
 from rl_jax.serve.commands import Abort, Commit, Fence
 from rl_jax.serve.loop import Loop, answer
 from rl_jax.serve.paging import Found, Paging, chain
+from rl_jax.serve.rates import RATE_TOKENS, Rate
 from rl_jax.serve.staging import StagedWeights
 from rl_jax.serve.transfer import move, tokens_sha
 from rl_jax.settings import ServeSettings
@@ -38,7 +40,7 @@ IDLE_S = 1.0  # longest sleep of an idle loop; every command ends it at once
 FRESH_SPEEDUP = 1.6
 COUNTERS = (
     "requests", "finished", "failed", "aborted", "deadlines", "prefill_tokens", "found_tokens", "recompute_tokens",
-    "chunks", "swaps", "callback_errors",
+    "sent_tokens", "chunks", "swaps", "callback_errors",
 )  # fmt: skip
 
 OnPrefix = Callable[[Prefix | TurnError, Mapping[str, float]], None]  # result, times_s
@@ -53,6 +55,7 @@ class Job:
     deadline_s: float  # on the monotonic clock
     tokens: np.ndarray  # i32[n - 1] the context without its last token
     chain: list[int]  # paging.chain of them
+    start: int  # the first token whose KV the decode server lacks, at a page's begin
     num_done: int = 0  # tokens whose KV is in its pages
     num_found: int = 0  # of these, what the tree had
     row: int | None = None  # of the server's page tables, while it is begun
@@ -102,6 +105,7 @@ class PrefillServer:
         self._free_rows = list(range(size.slots))
         self._computing: dict[int, Job] = {}  # hash of a page (paging.chain) -> who computes it now
         self._may_begin = False  # something changed since the line was last walked
+        self._compute_rate, self._move_rate = Rate(RATE_TOKENS), Rate(RATE_TOKENS)
         self._jobs: list[Job] = []  # by priority, then arrival
         self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._counters |= {"chunk_s": 0.0, "transfer_s": 0.0}
@@ -125,16 +129,26 @@ class PrefillServer:
 
     # --- requests ---------------------------------------------------------------------------
 
-    def submit(self, request: TurnRequest, target: Any, on_prefix: OnPrefix) -> None:
-        """Ask for the KV of context[:-1] on the target's mesh.
+    def submit(self, request: TurnRequest, target: Any, on_prefix: OnPrefix, held: int = 0) -> None:
+        """Ask for the KV of context[:-1] on the target's mesh, which has that of the first `held` tokens.
 
         on_prefix gets the Prefix or a TurnError, and the seconds of queue, prefill and transfer,
         exactly once, on this server's thread (on the caller's if the server is closed or fenced).
         """
         now = time.monotonic()
         tokens = np.asarray(request.tokens[:-1], np.int32)
-        hashes = chain(tokens, self.engine.spec.page_size)
-        job = Job(request, target, on_prefix, now, now + request.deadline_s, tokens, hashes)
+        page_size = self.engine.spec.page_size
+        held = max(0, min(held, len(tokens) - 1))
+        job = Job(
+            request,
+            target,
+            on_prefix,
+            arrived_s=now,
+            deadline_s=now + request.deadline_s,
+            tokens=tokens,
+            chain=chain(tokens, page_size),
+            start=held // page_size * page_size,
+        )
         if self._loop.fenced is None:
             self._loop.put(job)
         else:
@@ -156,6 +170,12 @@ class PrefillServer:
 
     def stats(self) -> dict[str, float]:
         return {**self._counters, "waiting": len(self._jobs), **self._paging.gauges()}
+
+    @property
+    def token_s(self) -> tuple[float, float] | None:
+        """Seconds that a token takes to be computed and, by the host's clock, to be moved; None: not measured yet."""
+        compute_s, move_s = self._compute_rate.unit_s, self._move_rate.unit_s
+        return None if compute_s is None or move_s is None else (compute_s, move_s)
 
     def progress(self) -> tuple[int, str]:
         """A number that rises with every thing done, and what is being done."""
@@ -310,6 +330,7 @@ class PrefillServer:
         end = time.monotonic()
         self._counters["chunks"] += 1
         self._counters["chunk_s"] += end - start
+        self._compute_rate.add(sum(taken), end - start)
         self._loop.num_done += 1
         for job, n in zip(jobs, taken):
             self._counters["prefill_tokens"] += n
@@ -334,21 +355,28 @@ class PrefillServer:
             self._move(batch)
 
     def _num_pages(self, jobs: Sequence[Job]) -> int:
-        return sum(self.engine.spec.pages_of(job.num_done) for job in jobs)
+        """That travel."""
+        spec = self.engine.spec
+        return sum(spec.pages_of(len(job.tokens)) - job.start // spec.page_size for job in jobs)
 
     def _move(self, jobs: Sequence[Job]) -> None:
         start = time.monotonic()
+        spec, tables = self.engine.spec, self._paging.tables
         counts = [self._num_pages([job]) for job in jobs]
-        tables = self._paging.tables
-        pages = np.concatenate([tables[job.row, :n] for job, n in zip(jobs, counts)])
+        begins = [job.start // spec.page_size for job in jobs]
+        rows = zip(jobs, begins, counts)
+        pages = np.concatenate([tables[job.row, at : at + n] for job, at, n in rows])
         to = jobs[0].target.engine.prefix_sharding
         kv = move(self.engine.extract(self._state, pages), self.engine.prefix_sharding, to)
         end = time.monotonic()
         self._counters["transfer_s"] += end - start
+        num_tokens = sum(len(job.tokens) - job.start for job in jobs)
+        self._move_rate.add(num_tokens, end - start)
+        self._counters["sent_tokens"] += num_tokens
         firsts = np.cumsum(counts) - counts
         for job, first in zip(jobs, firsts.tolist()):
-            spec, sha = self.engine.spec, tokens_sha(job.tokens)
-            prefix = Prefix(kv, first, 0, len(job.tokens), self.version, None, sha, spec)
+            num_tokens, sha = len(job.tokens), tokens_sha(job.tokens)
+            prefix = Prefix(kv, first, job.start, num_tokens, self.version, None, sha, spec)
             job.times_s = {
                 "queue": job.started_s - job.arrived_s,
                 "prefill": start - job.started_s,

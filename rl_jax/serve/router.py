@@ -7,12 +7,12 @@ servers answer from their threads through `call_soon_threadsafe`. Life of a turn
    that its slot was taken in, without one to the preferred pools of its tag (MeshPlan.pools_for),
    there to the server that was sent the same context before, unless that has AFFINITY_SLACK of its
    slots more live sessions than another, else to the one with the fewest live sessions.
-2. Where prefill servers exist and the decode server holds no KV for the session that this version
-   may read, a prefill server computes what its own prefix tree lacks and hands the whole prefix over:
-   the one that has it first by what it was sent before (prefill_choice.py); who comes with the same
-   context meanwhile waits for that, and finds it in the decode server's prefix tree. Else, without
-   prefill servers or with a live history, the decode server extends its own KV: a suffix that is moved
-   costs more than one that is appended in chunks (those over engine.append_limit are counted as
+2. Where prefill servers exist, and the decode server holds no KV for the session that this version may
+   read or the suffix behind it is longer than engine.append_limit (or costs more there), a prefill server
+   gets the whole context, computes what its own prefix tree lacks, and hands over the pages that the
+   decode server lacks: the one that has it first by what it was sent before (prefill_choice.py). Who
+   comes with the same context meanwhile waits for that, and finds it in the decode server's prefix tree.
+   Else the decode server extends its own KV, in chunks (suffixes over the limit are counted there as
    long_appends). If a prefill server fails, the decode server does it all.
 3. The decode server answers, or the deadline passes and the turn is aborted there.
 Invariants: generate never outlives the deadline; a session whose server is fenced starts anew on
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from rl_jax.serve.decode_server import DecodeServer
-from rl_jax.serve.prefill_choice import Context, PrefillLine, choose_line
+from rl_jax.serve.prefill_choice import Context, Costs, PrefillLine, appends, choose_line
 from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
 
@@ -108,7 +108,7 @@ class Router:
         self._homes: OrderedDict[int, str] = OrderedDict()
         # (decode server, its version, hash of the context) -> done when the prefix is with the decode server
         self._computing: dict[tuple[str, int, int], asyncio.Future] = {}
-        counted = "turns prefilled prefill_fallbacks prefill_shared moved_sessions deadlines errors"
+        counted = "turns prefilled prefilled_suffixes prefill_fallbacks prefill_shared moved_sessions deadlines errors"
         self._counters = dict.fromkeys(counted.split(), 0)
 
     async def generate(self, request: TurnRequest) -> Turn:
@@ -219,7 +219,14 @@ class Router:
         servers = self._choices(request.tag, self._prefill)
         if not servers or len(request.tokens) < 2 or request.max_new_tokens <= 0:
             return None
-        if decode.live_tokens(request.session, decode.version):
+        needed = np.asarray(request.tokens[:-1], np.int32)
+        held = decode.live_tokens(request.session, decode.version, needed)
+        limit, suffix = decode.engine.settings.append_limit, len(needed) - held
+        if held and limit and appends(limit, suffix, 0, None):
+            return None
+        context = Context.of(needed, servers[0].engine.spec.page_size)
+        line = choose_line([self._lines[server.name] for server in servers], context)
+        if held and self._appends(decode, line, context, suffix):
             return None
         key = (decode.name, decode.version, context_hash(request))
         if (other := self._computing.get(key)) is not None:
@@ -229,9 +236,10 @@ class Router:
             return None
         done = self._computing[key] = asyncio.get_running_loop().create_future()
         flight.on_sent = lambda: self._sent_prefix(key, done)
-        result, times_s = await self._ask_prefill(flight, servers, deadline)
+        result, times_s = await self._ask_prefill(flight, line, context, held, deadline)
         if isinstance(result, Prefix):
             self._counters["prefilled"] += 1
+            self._counters["prefilled_suffixes"] += held > 0
             flight.times_s = dict(times_s)
             return result
         if result.kind in ("context", "unsupported", "deadline"):
@@ -239,19 +247,29 @@ class Router:
         self._counters["prefill_fallbacks"] += flight.aborted is None
         return None
 
+    def _appends(
+        self, decode: DecodeServer, line: PrefillLine, context: Context, suffix: int
+    ) -> bool:
+        """Whether the decode server appends the suffix itself, by limit or cost."""
+        costs, append_s, prefill_s = None, decode.append_token_s, line.server.token_s
+        if append_s is not None and prefill_s is not None:
+            costs = Costs(append_s, decode.num_running, *prefill_s)
+        line_tokens = line.tokens + line.missing(context)
+        return appends(decode.engine.settings.append_limit, suffix, line_tokens, costs)
+
     async def _ask_prefill(
-        self, flight: Flight, servers: Sequence[PrefillServer], deadline: float
+        self, flight: Flight, line: PrefillLine, context: Context, held: int, deadline: float
     ) -> tuple[Prefix | TurnError, Mapping[str, float]]:
-        """What one of the servers answers."""
-        request, page_size = flight.request, servers[0].engine.spec.page_size
-        context = Context.of(np.asarray(request.tokens[:-1], np.int32), page_size)
-        line = choose_line([self._lines[server.name] for server in servers], context)
+        """What the line's server answers. held: tokens that the decode server has."""
+        request = flight.request
         flight.prefill = server = line.server
         missing, result = line.send(context), None
         ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
         try:
             result, times_s = await self._call(
-                lambda answer: server.submit(ask, flight.decode, lambda *result: answer(result)),
+                lambda answer: server.submit(
+                    ask, flight.decode, lambda *result: answer(result), held
+                ),
                 deadline,
                 f"{server.name} to compute the prefix of {request.key}",
             )

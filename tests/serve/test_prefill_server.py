@@ -10,9 +10,9 @@ import pytest
 from rl_jax.types import Prefix, TurnError
 
 
-def ask(server, request, target) -> Future:
+def ask(server, request, target, held=0) -> Future:
     future = Future()
-    server.submit(request, target, lambda *result: future.set_result(result))
+    server.submit(request, target, lambda *result: future.set_result(result), held)
     return future
 
 
@@ -132,13 +132,50 @@ def test_every_job_is_answered_whatever_ends_it(kit):
 
 def kv_of(prefix) -> list[int]:
     """What a FakeEngine keeps of each token that the prefix covers."""
-    size = prefix.spec.page_size
     pages = np.asarray(prefix.kv[0][0])[prefix.first :].reshape(-1)
-    return pages[: prefix.num_tokens - prefix.start // size * size].tolist()
+    return pages[: prefix.num_tokens - prefix.start].tolist()
 
 
 def expect(p, prefix, context) -> None:
     assert kv_of(prefix) == [t + prefix.version for t in context[prefix.start : -1]]
+
+
+def test_a_suffix_whose_history_is_gone_is_computed_by_the_decode_server(kit):
+    d, p = kit.decode(), kit.prefill()
+    context = list(range(40))
+    prefix, _ = ask(p, kit.request(tokens=context), d.server, held=20).result(kit.PATIENCE_S)
+    assert (prefix.start, p.stats()["sent_tokens"]) == (16, 39 - 16)
+    expect(p, prefix, context)
+    turn = d.turns.run(kit.request(tokens=context), prefix)
+    assert turn.tokens.tolist() == d.engine.expected(context, 6)
+    assert d.server.stats()["refused_prefixes"] == 1
+    # With another's 19 tokens of it there it fits.
+    other = [*range(19), 90]
+    d.turns.run(kit.request("b", other))
+    longer = [*range(19), *range(50, 70)]
+    prefix, _ = ask(p, kit.request("c", longer), d.server, held=19).result(kit.PATIENCE_S)
+    turn = d.turns.run(kit.request("c", longer), prefix)
+    assert turn.tokens.tolist() == d.engine.expected(longer, 6) and turn.cached_prompt == 16
+    assert d.server.stats()["refused_prefixes"] == 1
+
+
+def test_under_keep_a_suffix_comes_behind_an_older_history_and_is_marked(kit):
+    d, p = kit.decode(), kit.prefill()
+    context = list(range(20))
+    turn = d.turns.run(kit.request(tokens=context, max_new_tokens=3))
+    for server in (d.server, p):
+        kit.commit(server, 1, kv="keep")
+    context = [*context, *turn.tokens.tolist(), *range(30, 50)]
+    held = d.server.live_tokens("a#0", 1, np.array(context[:-1], np.int32))
+    assert held == 22 and d.server.live_tokens("a#0", 1, np.array([0, 1, 5, 3], np.int32)) == 2
+    prefix, _ = ask(p, kit.request(tokens=context), d.server, held).result(kit.PATIENCE_S)
+    expect(p, prefix, context)
+    turn = d.turns.run(kit.request(tokens=context, turn=1), prefix)
+    assert turn.context_mixed.all() and turn.cached_prompt == 16
+    assert turn.tokens[0] == (sum(context) + len(context) - 16) % 97  # of 16 the KV is of version 0
+    fresh = d.turns.run(kit.request("b", context))
+    assert not fresh.context_mixed.any()
+    assert fresh.tokens.tolist() == d.engine.expected(context, 6, offset=1)
 
 
 def idle(p, kit):
@@ -263,7 +300,8 @@ def test_storm(kit, seed, num_pages, fresh, num):
             tail = [rng.randrange(97) for _ in range(rng.randrange(1, 24))]
             context = rng.choice(trunks) + tail
             request = kit.request(f"e{step}", context, priority=rng.randrange(3))
-            asked.append((f"e{step}", context, ask(p, request, d.server)))
+            held = rng.choice([0, 0, rng.randrange(len(context))])
+            asked.append((f"e{step}", context, ask(p, request, d.server, held)))
             live.append(asked[-1])
         else:
             time.sleep(0.001)

@@ -8,7 +8,14 @@ import pytest
 
 from rl_jax.mesh import MeshPlan
 from rl_jax.serve import Router
-from rl_jax.serve.prefill_choice import Context, PrefillLine, choose_line
+from rl_jax.serve.prefill_choice import (
+    UNMEASURED_LIMIT,
+    Context,
+    Costs,
+    PrefillLine,
+    appends,
+    choose_line,
+)
 from rl_jax.serve.router import TemplateMismatch
 from rl_jax.settings import MeshSettings, PoolSettings
 from rl_jax.types import FinishReason, Sampler, TurnError
@@ -264,11 +271,20 @@ def test_errors_of_the_request_are_raised_as_they_are(kit):
         assert error.value.kind == kind
 
 
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_slow_and_fast_episodes_with_swaps_and_more_than_fit_all_finish(kit, kv):
+@pytest.mark.parametrize(
+    ("kv", "sizes"),
+    [
+        ("recompute", {}),
+        ("keep", {}),
+        ("recompute", {"append_limit": 1, "num_pages": 10}),  # every suffix is a prefill server's
+        ("keep", {"append_limit": 1, "num_pages": 10}),
+        ("recompute", {"append_limit": 0}),
+    ],
+)
+def test_slow_and_fast_episodes_with_swaps_and_more_than_fit_all_finish(kit, kv, sizes):
     """The shape that deadlocks where a sync waits for episodes: queued ones, slow ones, a sync in mid-stream."""
-    servers = [kit.decode(name=f"decode.{i}", slots=2, chunk_requests=1) for i in range(2)]
-    prefill = kit.prefill()
+    servers = [kit.decode(name=f"decode.{i}", slots=2, chunk_requests=1, **sizes) for i in range(2)]
+    prefill = kit.prefill(**sizes)
     router = Router([d.server for d in servers], [prefill], PLAN)
     targets = [prefill, *(d.server for d in servers)]
 
@@ -295,6 +311,8 @@ def test_slow_and_fast_episodes_with_swaps_and_more_than_fit_all_finish(kit, kv)
     for d in servers:
         stats = d.server.stats()
         assert stats["requests"] == stats["finished"] and stats["stale_tokens"] == 0
+    assert (router.stats()["prefilled_suffixes"] > 0) >= (sizes.get("append_limit") == 1)
+    assert prefill.stats()["requests"] == prefill.stats()["finished"]
 
 
 def test_a_server_of_another_chat_template_is_refused_with_both_hashes(kit):
@@ -401,3 +419,66 @@ def test_a_line_of_work_outweighs_a_prefix():
     assert (lines[0].missing(other), lines[0].missing(context)) == (0, 10)
     lines[0].server.version = 1
     assert lines[0].missing(other) == 10
+
+
+def test_a_long_suffix_is_a_prefill_servers_and_only_its_pages_travel(kit):
+    """Pages of 8, append_limit=8. The second turn adds 4 tokens, the third 20, the fourth 8."""
+    d, p = kit.decode(), kit.prefill()
+    router = Router([d.server], [p], PLAN)
+    context, cached, sent = [3, 1, 4, 1, 5], [], []
+
+    async def turn(num, said):
+        nonlocal context
+        context = [*context, *said]
+        made = await router.generate(kit.request("a", context, num, max_new_tokens=3))
+        assert made.tokens.tolist() == d.engine.expected(context, 3)
+        assert made.prompt_tokens.tolist() == (said if num else context)
+        assert (made.times_s["transfer"] > 0) == (num in (0, 2))
+        context = [*context, *made.tokens.tolist()]
+        cached.append(made.cached_prompt)
+        sent.append(p.stats()["sent_tokens"])
+
+    async def main():
+        for num, length in enumerate((0, 4, 20, 8)):
+            await turn(num, [90 + num] * length)
+
+    run(main())
+    # After two turns 14 tokens are in the cache, so the third gets all from the page at 8 on: 35 - 1 - 8.
+    assert (cached, sent) == ([0, 7, 8, 37], [4, 4, 4 + 26, 4 + 26])
+    stats = d.server.stats()
+    assert (
+        stats["received_tokens"] == 30 and stats["refused_prefixes"] == stats["long_appends"] == 0
+    )
+    assert (router.stats()["prefilled"], router.stats()["prefilled_suffixes"]) == (2, 1)
+    # Of the third context the prefill server had the first one's four tokens.
+    assert (p.stats()["found_tokens"], p.stats()["prefill_tokens"]) == (4, 4 + 30)
+
+
+def test_the_costs_of_both_ways_by_hand():
+    # 10 tokens here at 1 ms while 3 others generate: 40 ms. There 100 to compute at 0.3 ms and 10 to move at 1 ms: 40.
+    costs = Costs(append_token_s=1e-3, num_running=3, compute_token_s=3e-4, move_token_s=1e-3)
+    assert appends(0, 10, 100, costs) and not appends(0, 10, 99, costs)
+    assert not appends(0, 11, 100, costs)
+    assert appends(0, UNMEASURED_LIMIT, 0, None) and not appends(0, UNMEASURED_LIMIT + 1, 0, None)
+    assert appends(7, 7, 0, costs) and not appends(7, 8, 10**6, costs)  # a limit is a limit
+    assert appends(0, 0, 0, costs)
+
+
+def test_without_a_limit_the_measured_costs_choose(kit):
+    d, p = kit.decode(append_limit=0), kit.prefill(append_limit=0)
+    router = Router([d.server], [p], PLAN)
+
+    def suffixes(uid, append_s, compute_s):
+        d.server._append_rate._token.add(1e6, 1e6 * append_s)
+        p._compute_rate.add(1e6, 1e6 * compute_s)
+        p._move_rate.add(1e6, 1e-3)
+        before = router.stats()["prefilled_suffixes"]
+        run(play(router, kit, uid, 3))
+        return router.stats()["prefilled_suffixes"] - before
+
+    assert d.server.append_token_s is None and p.token_s is None
+    run(play(router, kit, "first"))
+    assert d.server.append_token_s > 0 and min(p.token_s) > 0
+    assert suffixes("slow prefill", append_s=1e-3, compute_s=1.0) == 0
+    assert suffixes("slow decode", append_s=1e3, compute_s=1e-3) == 2
+    assert d.server.stats()["long_appends"] == 0

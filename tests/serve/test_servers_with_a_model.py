@@ -220,3 +220,36 @@ def test_what_the_prefill_server_found_is_what_a_cold_one_computes(world, kit):
         assert (found, computed) == (0, len(context) - 1)
         assert cold.tokens.tolist() == turn.tokens.tolist()
         np.testing.assert_allclose(cold.logprobs, turn.logprobs, atol=1e-5)
+
+
+def test_a_suffix_from_the_prefill_server_is_the_one_appended_in_place(world, kit):
+    """Greedy tokens equal and log-probs to 1e-5, suffixes of 30 behind histories of other lengths."""
+    world.publish(33)
+    local = Router([world.decode], [], SimpleNamespace(pools_for=lambda tag: ()))
+
+    async def played(router, uid):
+        rng, turns = np.random.default_rng(8), []
+        context = rng.integers(8, 264, 21).tolist()
+        for turn in range(3):
+            ask = kit.request(uid, context, turn, temperature=0.0, max_new_tokens=7)
+            turns.append(await router.generate(ask))
+            context = [*context, *turns[-1].tokens.tolist(), *rng.integers(8, 264, 30).tolist()]
+        router.release(f"{uid}#0")
+        return turns
+
+    want = asyncio.run(played(local, "appended"))
+    world.publish(36)  # the same weights, and nothing to be found
+    before = world.decode.stats()["received_tokens"]
+    limit = world.decode.engine.settings
+    world.decode.engine.settings = replace(limit, append_limit=29)
+    try:
+        turns = asyncio.run(played(world.router, "moved"))
+    finally:
+        world.decode.engine.settings = limit
+    assert world.router.stats()["prefilled_suffixes"] == 2
+    # From a page's begin on: where 27 tokens are there, from 16; where 64 are, from 64.
+    received = world.decode.stats()["received_tokens"] - before
+    assert received == 20 + (58 - 1 - 16) + (95 - 1 - 64)
+    for got, expected in zip(turns, want, strict=True):
+        assert got.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
