@@ -34,7 +34,7 @@ from rl_jax.engine.state import FINISH_REASONS, RUNNING
 from rl_jax.serve import commands
 from rl_jax.serve.commands import Add, Command, Commit, Drain, OnDone
 from rl_jax.serve.events import Event, EventStream, Finished, Parked, Started, Swapped, Tokens
-from rl_jax.serve.loop import Loop, answer
+from rl_jax.serve.loop import Loop, Progress, answer
 from rl_jax.serve.paging import Paging
 from rl_jax.serve.rates import AppendRate
 from rl_jax.serve.request_table import RequestTable
@@ -205,9 +205,9 @@ class DecodeServer:
         """Cumulative counters and seconds, and how much is here now."""
         return {**self._table.counters, **self._times, **self._table.gauges()}
 
-    def progress(self) -> tuple[int, str]:
-        """A number that rises with every thing done, and what is being done."""
-        return self._loop.num_done, self._loop.doing
+    def progress(self) -> Progress:
+        """How far it got, and what is being done."""
+        return self._loop.progress()
 
     def events(self) -> tuple[tuple[int, Event], ...]:
         """The last events of the stream, numbered."""

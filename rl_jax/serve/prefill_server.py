@@ -27,7 +27,7 @@ import numpy as np
 from rl_jax.engine.chunks import Piece, choose, pack
 from rl_jax.engine.prefix_tree import Origin
 from rl_jax.serve.commands import Abort, Commit, Fence
-from rl_jax.serve.loop import Loop, answer
+from rl_jax.serve.loop import Loop, Progress, answer
 from rl_jax.serve.paging import Found, Paging, chain
 from rl_jax.serve.rates import RATE_TOKENS, Rate
 from rl_jax.serve.staging import StagedWeights
@@ -177,9 +177,9 @@ class PrefillServer:
         compute_s, move_s = self._compute_rate.unit_s, self._move_rate.unit_s
         return None if compute_s is None or move_s is None else (compute_s, move_s)
 
-    def progress(self) -> tuple[int, str]:
-        """A number that rises with every thing done, and what is being done."""
-        return self._loop.num_done, self._loop.doing
+    def progress(self) -> Progress:
+        """How far it got, and what is being done."""
+        return self._loop.progress()
 
     # --- SyncTarget -------------------------------------------------------------------------
 

@@ -14,13 +14,16 @@ servers answer from their threads through `call_soon_threadsafe`. Life of a turn
    comes with the same context meanwhile waits for that, and finds it in the decode server's prefix tree.
    Else the decode server extends its own KV, in chunks (suffixes over the limit are counted there as
    long_appends). If a prefill server fails, the decode server does it all.
-3. The decode server answers, or the deadline passes and the turn is aborted there.
+3. The decode server answers, or the deadline passes and the turn is aborted there, or the server makes
+   no progress for serve.progress_timeout_s (liveness.py): then it is fenced, and what waits for it ends
+   with a retryable TurnError (a prefix is computed by the decode server instead).
 Invariants: generate never outlives the deadline; a session whose server is fenced starts anew on
-another one; every server was started for the renderer whose tokens come here.
+another one, until a commit lifts the fence; every server was started for the renderer whose tokens come here.
 Must not: retry a turn (the episode does, once), or wait in abort and release.
 """
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,10 +33,17 @@ from typing import Any
 import numpy as np
 
 from rl_jax.serve.decode_server import DecodeServer
+from rl_jax.serve.liveness import Liveness, interval_s
 from rl_jax.serve.prefill_choice import Context, Costs, PrefillLine, appends, choose_line
 from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
 
+log = logging.getLogger(__name__)
+
+COUNTERS = (
+    "turns", "prefilled", "prefilled_suffixes", "prefill_fallbacks", "prefill_shared", "moved_sessions",
+    "stalled_servers", "deadlines", "errors",
+)  # fmt: skip
 AFFINITY_SLACK = 0.25  # of a server's slots
 MAX_CONTEXTS = 4096  # remembered for affinity, the latest
 
@@ -108,8 +118,12 @@ class Router:
         self._homes: OrderedDict[int, str] = OrderedDict()
         # (decode server, its version, hash of the context) -> done when the prefix is with the decode server
         self._computing: dict[tuple[str, int, int], asyncio.Future] = {}
-        counted = "turns prefilled prefilled_suffixes prefill_fallbacks prefill_shared moved_sessions deadlines errors"
-        self._counters = dict.fromkeys(counted.split(), 0)
+        # By server: answers that are waited for.
+        self._awaited: dict[str, set[asyncio.Future]] = {s.name: set() for s in (*prefill, *decode)}
+        self._liveness = Liveness()
+        self._look_s = min(interval_s(s.settings) for s in (*prefill, *decode))
+        self._looks_in: asyncio.AbstractEventLoop | None = None  # where the next look will be
+        self._counters = dict.fromkeys(COUNTERS, 0)
 
     async def generate(self, request: TurnRequest) -> Turn:
         """One turn. Raises: TurnError."""
@@ -270,9 +284,14 @@ class Router:
                 lambda answer: server.submit(
                     ask, flight.decode, lambda *result: answer(result), held
                 ),
+                server,
                 deadline,
                 f"{server.name} to compute the prefix of {request.key}",
             )
+        except TurnError as error:
+            if error.kind != "engine":
+                raise
+            result, times_s = error, {}
         finally:
             line.answered(context, missing, isinstance(result, Prefix))
         flight.prefill = None
@@ -294,15 +313,20 @@ class Router:
             if flight.aborted is not None:  # while its prefix was computed
                 server.abort(request.uid, flight.aborted)
 
-        result = await self._call(send, deadline, f"{server.name} to answer {request.key}")
+        what = f"{server.name} to answer {request.key}"
+        result = await self._call(send, server, deadline, what)
         if isinstance(result, TurnError):
             raise result
         return result
 
     async def _call(
-        self, send: Callable[[Callable[[Any], None]], None], deadline: float, what: str
+        self,
+        send: Callable[[Callable[[Any], None]], None],
+        server: DecodeServer | PrefillServer,
+        deadline: float,
+        what: str,
     ) -> Any:
-        """What a server's thread answers. Raises: TurnError deadline."""
+        """What a server's thread answers. Raises: TurnError deadline, or engine where the server stands still."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
 
@@ -317,8 +341,14 @@ class Router:
                 if not loop.is_closed():  # its caller ended first, and nobody waits
                     raise
 
-        send(tell)
-        return await self._within(future, deadline, what)
+        awaited = self._awaited[server.name]
+        awaited.add(future)
+        self._look_later()
+        try:
+            send(tell)
+            return await self._within(future, deadline, what)
+        finally:
+            awaited.discard(future)
 
     async def _within(self, future: asyncio.Future, deadline: float, what: str) -> Any:
         """Its result. Raises: TurnError deadline."""
@@ -328,6 +358,39 @@ class Router:
         except TimeoutError:
             self._counters["deadlines"] += 1
             raise TurnError("deadline", "router", f"waited for {what}", retryable=True) from None
+
+    # --- liveness ---------------------------------------------------------------------------
+
+    def _look_later(self) -> None:
+        """See that the servers are looked at while answers are waited for."""
+        loop = asyncio.get_running_loop()
+        if self._looks_in is not loop:
+            self._looks_in = loop
+            loop.call_later(self._look_s, self._look)
+
+    def _look(self) -> None:
+        """Fence servers that stand still, and end what waits for them."""
+        self._looks_in = None
+        now_s = time.monotonic()
+        for server in (*self._prefill, *self._decode):
+            awaited = self._awaited[server.name]
+            why = None
+            if awaited:
+                self._look_later()
+                why = self._liveness.look(server.name, server.progress(), server.settings, now_s)
+            if not awaited or why is not None:
+                self._liveness.forget(server.name)
+            if why is not None:
+                self._give_up(server, why)
+
+    def _give_up(self, server: DecodeServer | PrefillServer, why: str) -> None:
+        log.error("%s is fenced: %s", server.name, why)
+        self._counters["stalled_servers"] += 1
+        server.fence(why)
+        error = TurnError("engine", server.name, f"it is fenced: {why}", retryable=True)
+        for future in self._awaited[server.name]:
+            if not future.done():
+                future.set_exception(error)
 
     def _abort(self, flight: Flight, reason: str) -> None:
         flight.aborted = reason
