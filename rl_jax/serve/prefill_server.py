@@ -372,6 +372,7 @@ class PrefillServer:
         self._counters["transfer_s"] += end - start
         num_tokens = sum(len(job.tokens) - job.start for job in jobs)
         self._move_rate.add(num_tokens, end - start)
+        self._loop.num_done += 1  # where the tree has everything, nothing else is done
         self._counters["sent_tokens"] += num_tokens
         firsts = np.cumsum(counts) - counts
         for job, first in zip(jobs, firsts.tolist()):

@@ -215,6 +215,10 @@ def test_one_that_is_here_whole_is_handed_over_without_a_chunk(kit):
     # They came together: the second waited for the first.
     assert (p.stats()["prefill_tokens"], p.stats()["found_tokens"]) == (29, 29)
     assert p.stats()["chunks"] == 2
+    before = p.progress().num_done
+    ask(p, kit.request("c", context), d.server).result(kit.PATIENCE_S)
+    kit.until(lambda: p.progress().is_idle)
+    assert (p.stats()["chunks"], p.progress().num_done) == (2, before + 1)  # it is no standstill
     idle(p, kit)
 
 
