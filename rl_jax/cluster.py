@@ -83,8 +83,10 @@ class InProcCluster:
         return (*self.prefill, *self.decode)
 
     def counters(self) -> dict[str, float]:
-        """Cumulative counters of all servers, summed."""
+        """Cumulative counters of all servers, summed, and of the router what servers cannot count."""
+        routed = self.router.stats()
         total: Counter[str] = Counter()
+        total.update({name: routed[name] for name in ("prefilled_suffixes", "stalled_servers")})
         for server in self.targets:
             total.update({k: v for k, v in server.stats().items() if isinstance(v, (int, float))})
         return dict(total)

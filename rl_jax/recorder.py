@@ -27,6 +27,10 @@ from rl_jax.settings import MetricsSettings
 from rl_jax.types import FinishReason, Group, Outcome, Trajectory
 
 SUMMARY = "summary.json"
+SERVED = (  # the servers' counters that make metrics
+    "prefill_tokens", "found_tokens", "received_tokens", "cached_tokens", "append_tokens", "recompute_tokens",
+    "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers",
+)  # fmt: skip
 
 
 class Recorder:
@@ -187,9 +191,7 @@ class Recorder:
     def _serve_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric | float]:
         delta = self._served()
         row: dict[str, Metric | float] = {
-            f"serve/{name}": delta[name]
-            for name in ("prefill_tokens", "append_tokens", "recompute_tokens", "decode_tokens")
-            if name in delta
+            f"serve/{name}": delta[name] for name in SERVED if name in delta
         }
         seconds = metrics.get("time/step_s")
         if seconds is not None and seconds.sum > 0 and "decode_tokens" in delta:

@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "eval.every",
     "eval.timeout_s",
     "serve.*_deadline_s",
+    "serve.progress_timeout_s",
     "weights.deadline_s",
     "weights.retries",
     "weights.bucket_bytes",

@@ -96,7 +96,8 @@ class EngineSettings:
     chunk_sizes: tuple[int, ...] = (64, 512)
     chunk_requests: int = 16  # most requests in one chunk
     num_stop_tokens: int = 4  # most stop token ids of one request
-    # longest suffix a decode server appends itself; longer ones go to a prefill server
+    # longest suffix of a live history that its decode server appends itself; longer ones go to a prefill server.
+    # 0 = what costs less, by the times that the servers measure
     append_limit: int = 256
 
     @property
@@ -123,7 +124,11 @@ class ServeSettings:
     # most chunks in a row that extend histories while others wait to generate: a block costs much the same for few
     # as for many, so a server that fills up, or rebuilds after a swap, fills first
     chunks_per_block: int = 16
-    compile_deadline_s: float = 1800.0  # for every server to compile its programs; then exit code 5
+    # for every server to compile its programs, then exit code 5; and for one program, then the server counts as dead
+    compile_deadline_s: float = 1800.0
+    # a server that has work and does none of it for so long counts as dead: its turns go on elsewhere. More than a
+    # chunk or a block ever takes, behind a train step where that runs on the same devices
+    progress_timeout_s: float = 60.0
     stop_deadline_s: float = 10.0  # for close() to join a server's thread
 
 

@@ -79,6 +79,7 @@ INTERVALS = {
     "serve.turn_deadline_s": "(0, inf)",
     "serve.chunks_per_block": "[1, inf)",
     "serve.compile_deadline_s": "(0, inf)",
+    "serve.progress_timeout_s": "(0, inf)",
     "serve.stop_deadline_s": "(0, inf)",
     "tasks.curriculum.window": "[1, inf)",
     "tasks.curriculum.tau": "(0, inf)",

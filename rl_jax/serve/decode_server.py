@@ -5,7 +5,7 @@ One iteration of the loop, between any two of which commands are obeyed:
 1. Commands: requests, aborts, releases, pause, drain, commit, fence.
 2. Deadlines. 3. Waiting turns get slots and pages; what the prefix tree has of their history is shared, and a
 Prefix handed over is used if its version allows it.
-4. At most one chunk extends KV: suffixes of live histories, contexts that came without a Prefix,
+4. At most one chunk extends KV: suffixes and contexts that came without a Prefix,
    rebuilding after a swap.
 5. Turns whose KV is complete are armed (Started). 6. One block is generated, unless other turns
    still wait for KV and serve.chunks_per_block is not reached: a block costs much the same for few
@@ -34,10 +34,11 @@ from rl_jax.engine.state import FINISH_REASONS, RUNNING
 from rl_jax.serve import commands
 from rl_jax.serve.commands import Add, Command, Commit, Drain, OnDone
 from rl_jax.serve.events import Event, EventStream, Finished, Parked, Started, Swapped, Tokens
-from rl_jax.serve.loop import Loop, answer
+from rl_jax.serve.loop import Loop, Progress, answer
 from rl_jax.serve.paging import Paging
+from rl_jax.serve.rates import AppendRate
 from rl_jax.serve.request_table import RequestTable
-from rl_jax.serve.sessions import ActiveTurn
+from rl_jax.serve.sessions import ActiveTurn, common_prefix
 from rl_jax.serve.staging import StagedWeights
 from rl_jax.settings import ServeSettings
 from rl_jax.types import Ack, BlockTokens, Digest, FinishReason, Prefix, TurnError, TurnRequest
@@ -93,6 +94,7 @@ class DecodeServer:
         self._is_paused = False
         self._chunks_in_row = 0  # since the last block
         self._drains: list[Drain] = []  # not empty: requests are refused until `resume`
+        self._append_rate = AppendRate()
         self._times = {"block_s": 0.0, "chunk_s": 0.0, "host_s": 0.0}
 
     # --- life -------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ class DecodeServer:
     # --- requests ---------------------------------------------------------------------------
 
     def submit(self, request: TurnRequest, prefix: Prefix | None, on_done: OnDone) -> None:
-        """Ask for one Turn. prefix: KV of context[:-1] on this server's mesh, or None.
+        """Ask for one Turn. prefix: KV of context[:-1], or of the end of it, on this server's mesh, or None.
 
         on_done gets the Turn or a TurnError exactly once, on the server's thread (on the caller's
         if the server is closed or fenced); it must return at once.
@@ -139,13 +141,26 @@ class DecodeServer:
         """The session's slot may be used for another one."""
         self._loop.put(commands.Release(session))
 
-    def live_tokens(self, session: str, version: int) -> int:
-        """Tokens of the session whose KV a turn under this version could reuse here, as of now."""
+    def live_tokens(self, session: str, version: int, tokens: np.ndarray | None = None) -> int:
+        """Tokens of the session whose KV a turn under this version could reuse here, as of now; where tokens i32[n]
+        are given, of these the first ones that the session has.
+        """
         held = self._table.sessions.get(session)
         if held is None:
             return 0
         fits = self._table.kv_policy == "keep" or not held.is_mixed(version)
-        return held.kv_tokens if fits else 0
+        num = held.kv_tokens if fits else 0
+        return num if tokens is None else common_prefix(held.tokens[:num], tokens)
+
+    @property
+    def append_token_s(self) -> float | None:
+        """Seconds that a token takes that is appended to a live history; None: not measured yet."""
+        return self._append_rate.token_s
+
+    @property
+    def num_running(self) -> int:
+        """Turns that generate now."""
+        return self._table.num_running
 
     # --- control ----------------------------------------------------------------------------
 
@@ -190,9 +205,9 @@ class DecodeServer:
         """Cumulative counters and seconds, and how much is here now."""
         return {**self._table.counters, **self._times, **self._table.gauges()}
 
-    def progress(self) -> tuple[int, str]:
-        """A number that rises with every thing done, and what is being done."""
-        return self._loop.num_done, self._loop.doing
+    def progress(self) -> Progress:
+        """How far it got, and what is being done."""
+        return self._loop.progress()
 
     def events(self) -> tuple[tuple[int, Event], ...]:
         """The last events of the stream, numbered."""
@@ -282,6 +297,7 @@ class DecodeServer:
         tables = self._paging.tables[np.array([turn.session.slot for turn in turns])]
         self._state = self.engine.append(self._params, self._state, tables, chunk)
         self._times["chunk_s"] += time.perf_counter() - start
+        self._append_rate.chunk(sum(len(piece.tokens) for piece in pieces), start)
         self._table.filled(turns, pieces, self.version)
         self._chunks_in_row += 1
         self._loop.num_done += 1
@@ -313,8 +329,9 @@ class DecodeServer:
                 )
             empty = np.full(prefix.kv[0][0].shape[0], NO_PAGE, np.int32)
             _, pages = sources.setdefault(id(prefix.kv), (prefix.kv, empty))
-            num = spec.pages_of(prefix.num_tokens)
-            pages[prefix.first : prefix.first + num] = self._paging.tables[turn.session.slot, :num]
+            begin, end = prefix.start // spec.page_size, spec.pages_of(prefix.num_tokens)
+            table = self._paging.tables[turn.session.slot]
+            pages[prefix.first : prefix.first + end - begin] = table[begin:end]
         for kv, pages in sources.values():
             self._state = self.engine.insert(self._state, kv, pages)
 
@@ -336,6 +353,7 @@ class DecodeServer:
         self._chunks_in_row = 0
         self._make_room()
         if not self._table.num_running:
+            self._append_rate.forget()
             return
         self._loop.doing = f"generating for {self._table.num_running} requests"
         start = time.perf_counter()
@@ -345,7 +363,9 @@ class DecodeServer:
         self._state, block = self.engine.generate(self._params, self._state, tables)
         self._deliver_rest()
         block = fetched(block)
-        self._times["block_s"] += time.perf_counter() - start
+        end = time.perf_counter()
+        self._append_rate.block(start, end)
+        self._times["block_s"] += end - start
         self._table.counters["blocks"] += 1
         self._table.now_s = time.monotonic()
         ended = block.finish != RUNNING

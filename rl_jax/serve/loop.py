@@ -13,12 +13,21 @@ fail(closed).
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_jax.serve.commands import Command, Inbox
 from rl_jax.types import TurnError
 
 log = logging.getLogger(__name__)
+
+
+class Progress(NamedTuple):
+    """What a server's thread shows of itself; may be read from any thread."""
+
+    num_done: int  # rises with every thing done: a program compiled, a chunk, a block, a swap
+    doing: str
+    is_compiling: bool
+    is_idle: bool  # it waits for commands: there is nothing that it could do
 
 
 class Loop:
@@ -44,7 +53,7 @@ class Loop:
         self._fail, self._refuse = fail, refuse
         self._inbox = Inbox()
         self._ready = threading.Event()
-        self._closing = False
+        self._closing = self._is_idle = False
         self._thread = threading.Thread(target=self._run, name=f"serve-{server}", daemon=True)
 
     def start(self) -> None:
@@ -90,6 +99,9 @@ class Loop:
             return TurnError(kind, self.server, f"it is fenced: {self.fenced}", retryable=True)
         return TurnError("closed", self.server, "the server is closed")
 
+    def progress(self) -> Progress:
+        return Progress(self.num_done, self.doing, not self._ready.is_set(), self._is_idle)
+
     def _run(self) -> None:
         try:
             self.doing = "compiling"
@@ -101,8 +113,11 @@ class Loop:
                     break
             self._ready.set()
             while not self._closing:
-                self.doing = "waiting for commands"
-                self._step(self._inbox.take(self._idle_s()))
+                wait_s = self._idle_s()
+                self.doing, self._is_idle = "waiting for commands", wait_s > 0
+                commands = self._inbox.take(wait_s)
+                self._is_idle = False
+                self._step(commands)
             self._fail(self.error())
         except BaseException as error:  # the server's boundary: everyone who waits must learn of it
             log.exception("%s died while %s", self.server, self.doing)

@@ -26,6 +26,10 @@ class Found:
     pages: tuple[int, ...]
     num_tokens: int
 
+    def first(self, num_pages: int, page_size: int) -> "Found":
+        """The part of it that fills so many pages, which it has."""
+        return Found(self.origin, self.pages[:num_pages], num_pages * page_size)
+
 
 class Paging:
     """Used by the server's thread only."""
@@ -47,22 +51,16 @@ class Paging:
                 found = Found(origin, match.pages, match.num_tokens)
         return found
 
-    def admit(self, slot: int, found: Found, num_tokens: int) -> bool:
-        """Give the slot, which has none, pages for num_tokens tokens, those found first. False: too few are free."""
-        pages = list(found.pages)
-        self.pool.hold(pages)
-        is_cut = found.num_tokens % self.spec.page_size != 0
-        new = self._take(self.spec.pages_of(num_tokens) - len(pages) + is_cut)
-        if new is None:
-            self.pool.drop(pages)
-            return False
-        if is_cut:  # the source's hold goes over from the table to the copy
-            self._copies.append((pages[-1], new[0]))
-            pages[-1] = new.pop(0)
-        pages += new
-        self.tables[slot, : len(pages)] = pages
-        self._counts[slot] = len(pages)
-        return True
+    def admit(self, slot: int, found: Found, num_tokens: int) -> Found | None:
+        """Give the slot, which has none, pages for num_tokens tokens, those found first.
+
+        Returns: what it has of that, the whole pages only where there is none to copy to; None: too few are free.
+        """
+        if self._admit(slot, found, num_tokens):
+            return found
+        # A page to copy takes one more; without it a history that fits alone always finds room.
+        whole = found.first(found.num_tokens // self.spec.page_size, self.spec.page_size)
+        return whole if whole != found and self._admit(slot, whole, num_tokens) else None
 
     def grow(self, slot: int, num_tokens: int) -> bool:
         """See that the slot has pages for num_tokens tokens. False: too few are free."""
@@ -100,6 +98,22 @@ class Paging:
     def gauges(self) -> dict[str, int]:
         listed, free = self.tree.num_pages, self.pool.num_free
         return {"pages": self.pool.num_pages, "free_pages": free, "listed_pages": listed}
+
+    def _admit(self, slot: int, found: Found, num_tokens: int) -> bool:
+        pages = list(found.pages)
+        self.pool.hold(pages)
+        is_cut = found.num_tokens % self.spec.page_size != 0
+        new = self._take(self.spec.pages_of(num_tokens) - len(pages) + is_cut)
+        if new is None:
+            self.pool.drop(pages)
+            return False
+        if is_cut:  # the source's hold goes over from the table to the copy
+            self._copies.append((pages[-1], new[0]))
+            pages[-1] = new.pop(0)
+        pages += new
+        self.tables[slot, : len(pages)] = pages
+        self._counts[slot] = len(pages)
+        return True
 
     def _take(self, num: int) -> list[int] | None:
         if num <= 0:

@@ -1,18 +1,21 @@
 """PrefillServer: one thread round one engine that only computes prefixes and hands their KV to
 decode servers.
 
-Life of a job: 1 `submit` names the decode server that will generate. 2 Jobs are packed into chunks,
-by priority, then arrival; each that is begun holds pages of this server's cache, and a context longer
-than a chunk goes on in the next one. 3 When context[:-1] is done copies of its pages are moved to the
-decode server's mesh, those of requests that one chunk completed together, once per target.
-4 `on_prefix` gets the Prefix with version and hash, on this thread. A commit happens between two
-chunks; half-done prefixes start again, so a Prefix never mixes versions.
-Invariants: every job ends in exactly one on_prefix; a thread that dies fails what it holds and
-fences the server.
-Must not: keep KV after handing it over; block on a decode server.
+Life of a job: 1 `submit` names the decode server that will generate. 2 Jobs are begun by priority, then
+arrival, as many as the next chunk takes: each gets pages of this server's cache, those first that the
+prefix tree has of its context; one whose next page a job before it is computing waits for that.
+3 What the tree lacks is packed into chunks; a context longer than a chunk goes on in the next one.
+4 When context[:-1] is there it is listed in the tree, and copies of its pages, of those that the decode
+server lacks, are moved to that one's mesh, those of requests that one chunk completed together, once per
+target. 5 `on_prefix` gets
+the Prefix with version and hash, on this thread. A commit happens between two chunks; half-done
+prefixes start again, so a Prefix never mixes versions.
+Invariants: every job ends in exactly one on_prefix; KV is found again under the version that computed
+it only, whatever a commit's `kv`; what the tree keeps is there to be taken, the least recently used
+first; a thread that dies fails what it holds and fences the server.
+Must not: block on a decode server.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,17 +25,22 @@ import jax
 import numpy as np
 
 from rl_jax.engine.chunks import Piece, choose, pack
+from rl_jax.engine.prefix_tree import Origin
 from rl_jax.serve.commands import Abort, Commit, Fence
-from rl_jax.serve.loop import Loop, answer
+from rl_jax.serve.loop import Loop, Progress, answer
+from rl_jax.serve.paging import Found, Paging, chain
+from rl_jax.serve.rates import RATE_TOKENS, Rate
 from rl_jax.serve.staging import StagedWeights
 from rl_jax.serve.transfer import move, tokens_sha
 from rl_jax.settings import ServeSettings
 from rl_jax.types import Ack, Digest, Prefix, TurnError, TurnRequest
 
 IDLE_S = 1.0  # longest sleep of an idle loop; every command ends it at once
+# How much faster a chunk of whole contexts is than one that reads pages, where packs_fresh (benchmarks/README.md).
+FRESH_SPEEDUP = 1.6
 COUNTERS = (
-    "requests", "finished", "failed", "aborted", "deadlines", "prefill_tokens", "recompute_tokens",
-    "chunks", "swaps", "callback_errors",
+    "requests", "finished", "failed", "aborted", "deadlines", "prefill_tokens", "found_tokens", "recompute_tokens",
+    "sent_tokens", "chunks", "swaps", "callback_errors",
 )  # fmt: skip
 
 OnPrefix = Callable[[Prefix | TurnError, Mapping[str, float]], None]  # result, times_s
@@ -45,14 +53,18 @@ class Job:
     on_prefix: OnPrefix
     arrived_s: float
     deadline_s: float  # on the monotonic clock
+    tokens: np.ndarray  # i32[n - 1] the context without its last token
+    chain: list[int]  # paging.chain of them
+    start: int  # the first token whose KV the decode server lacks, at a page's begin
     num_done: int = 0  # tokens whose KV is in its pages
+    num_found: int = 0  # of these, what the tree had
     row: int | None = None  # of the server's page tables, while it is begun
     started_s: float = 0.0
     times_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def missing(self) -> int:
-        return len(self.request.tokens) - 1 - self.num_done
+        return len(self.tokens) - self.num_done
 
 
 class PrefillServer:
@@ -76,8 +88,6 @@ class PrefillServer:
         self.name, self.pool, self.engine, self.settings = name, pool, engine, settings
         self.tags, self.hardware = tuple(tags), hardware
         self.version = -1
-        self.num_jobs = 0  # submitted and not answered, for the router's choice
-        self._num_jobs_lock = threading.Lock()  # it rises and falls on different threads
         self._staged = StagedWeights(name, engine.param_shardings, engine.pack)
         self._loop = Loop(
             name,
@@ -91,9 +101,11 @@ class PrefillServer:
         self._params: dict[str, Any] | None = None
         self._state: Any = None  # None while it compiles
         size = engine.settings
-        pages = np.arange(size.slots * size.table_pages, dtype=np.int32)
-        self._tables = pages.reshape(size.slots, -1)
-        self._free_rows = list(range(engine.settings.slots))
+        self._paging = Paging(engine.spec, size.slots, size.table_pages)
+        self._free_rows = list(range(size.slots))
+        self._computing: dict[int, Job] = {}  # hash of a page (paging.chain) -> who computes it now
+        self._may_begin = False  # something changed since the line was last walked
+        self._compute_rate, self._move_rate = Rate(RATE_TOKENS), Rate(RATE_TOKENS)
         self._jobs: list[Job] = []  # by priority, then arrival
         self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._counters |= {"chunk_s": 0.0, "transfer_s": 0.0}
@@ -117,15 +129,26 @@ class PrefillServer:
 
     # --- requests ---------------------------------------------------------------------------
 
-    def submit(self, request: TurnRequest, target: Any, on_prefix: OnPrefix) -> None:
-        """Ask for the KV of context[:-1] on the target's mesh.
+    def submit(self, request: TurnRequest, target: Any, on_prefix: OnPrefix, held: int = 0) -> None:
+        """Ask for the KV of context[:-1] on the target's mesh, which has that of the first `held` tokens.
 
         on_prefix gets the Prefix or a TurnError, and the seconds of queue, prefill and transfer,
         exactly once, on this server's thread (on the caller's if the server is closed or fenced).
         """
         now = time.monotonic()
-        job = Job(request, target, on_prefix, now, now + request.deadline_s)
-        self._count_jobs(1)
+        tokens = np.asarray(request.tokens[:-1], np.int32)
+        page_size = self.engine.spec.page_size
+        held = max(0, min(held, len(tokens) - 1))
+        job = Job(
+            request,
+            target,
+            on_prefix,
+            arrived_s=now,
+            deadline_s=now + request.deadline_s,
+            tokens=tokens,
+            chain=chain(tokens, page_size),
+            start=held // page_size * page_size,
+        )
         if self._loop.fenced is None:
             self._loop.put(job)
         else:
@@ -146,11 +169,17 @@ class PrefillServer:
         self._loop.put(Fence(reason))
 
     def stats(self) -> dict[str, float]:
-        return {**self._counters, "waiting": len(self._jobs)}
+        return {**self._counters, "waiting": len(self._jobs), **self._paging.gauges()}
 
-    def progress(self) -> tuple[int, str]:
-        """A number that rises with every thing done, and what is being done."""
-        return self._loop.num_done, self._loop.doing
+    @property
+    def token_s(self) -> tuple[float, float] | None:
+        """Seconds that a token takes to be computed and, by the host's clock, to be moved; None: not measured yet."""
+        compute_s, move_s = self._compute_rate.unit_s, self._move_rate.unit_s
+        return None if compute_s is None or move_s is None else (compute_s, move_s)
+
+    def progress(self) -> Progress:
+        """How far it got, and what is being done."""
+        return self._loop.progress()
 
     # --- SyncTarget -------------------------------------------------------------------------
 
@@ -171,7 +200,7 @@ class PrefillServer:
     def commit(self, sync_id: str, kv: str, deadline_s: float) -> Ack:
         """Use the staged weights from the next chunk on.
 
-        `kv` means nothing here: no KV outlives its hand-over.
+        `kv` means nothing here: what older weights computed is not found any more.
         """
         return self._staged.commit(sync_id, kv, deadline_s, self._loop.put)
 
@@ -186,30 +215,104 @@ class PrefillServer:
 
     def _idle_s(self) -> float:
         """How long to wait for a command: not at all while there is work."""
-        if self._next_jobs():
+        if self._can_serve and (self._may_begin or self._begun()):
             return 0.0
         nearest = min((job.deadline_s for job in self._jobs), default=float("inf"))
         return max(0.0, min(IDLE_S, nearest - time.monotonic()))
+
+    @property
+    def _can_serve(self) -> bool:
+        is_able = self._params is not None and self._state is not None  # None while it compiles
+        return is_able and self._loop.fenced is None
+
+    def _begun(self) -> list[Job]:
+        return [job for job in self._jobs if job.row is not None]
 
     def _step(self, new: Sequence[Any]) -> None:
         for command in new:
             self._obey(command)
         self._expire()
-        if jobs := self._next_jobs():
-            self._compute(jobs)
+        if self._can_serve:
+            self._begin()
+            if jobs := self._begun():
+                self._compute(jobs)
 
-    def _next_jobs(self) -> list[Job]:
-        """Jobs that the next chunk may be of: those that hold pages, and as many more as there are pages for."""
-        if self._params is None or self._state is None or self._loop.fenced is not None:
-            return []
-        jobs = [job for job in self._jobs if job.request.min_version <= self.version]
-        left = len(self._free_rows)
-        chosen = []
-        for job in jobs:
-            left -= job.row is None
-            if job.row is not None or left >= 0:
-                chosen.append(job)
-        return chosen
+    # --- beginning --------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Begin jobs, in line, until the next chunk is full; hand over what the tree has whole."""
+        self._may_begin = False
+        size = self.engine.settings
+        left, num, is_fresh, whole = size.chunk_sizes[-1], size.chunk_requests, None, []
+        for job in self._jobs:
+            if left <= 0 or num == 0 or (job.row is None and not self._free_rows):
+                break
+            if job.request.min_version > self.version:
+                continue
+            if job.row is None:
+                found = self._find(job)
+                if found is None:
+                    continue
+                if not self._admit(job, found):
+                    break  # nobody overtakes who waits for pages
+            if job.missing == 0:
+                whole.append(job)
+                continue
+            is_fresh = job.num_done == 0 if is_fresh is None else is_fresh
+            if not self.engine.packs_fresh or is_fresh == (job.num_done == 0):
+                left, num = left - job.missing, num - 1
+        if (pages := self._paging.take_copies()) is not None:
+            self._state = self.engine.copy(self._state, *pages)
+        self._hand_over(whole)
+
+    def _find(self, job: Job) -> Found | None:
+        """What the tree has of the context, as far as that saves time; None while a job before it computes more."""
+        found = self._paging.find([self._origin(job)], job.tokens)
+        page_size = self.engine.spec.page_size
+        first = end = found.num_tokens // page_size
+        while end < len(job.chain) and self._is_before(self._computing.get(job.chain[end]), job):
+            end += 1
+        if end > first and self._saves(job, min(end * page_size, len(job.tokens))):
+            return None
+        return found if self._saves(job, found.num_tokens) else found.first(0, page_size)
+
+    def _saves(self, job: Job, num_found: int) -> bool:
+        """Whether computing what is not found costs less than the whole context."""
+        speedup = FRESH_SPEEDUP if self.engine.packs_fresh else 1.0
+        return num_found > 0 and (len(job.tokens) - num_found) * speedup <= len(job.tokens)
+
+    def _is_before(self, other: Job | None, job: Job) -> bool:
+        return other is not None and other.request.priority >= job.request.priority
+
+    def _origin(self, job: Job) -> Origin:
+        return Origin(self.version, job.request.adapter)
+
+    def _admit(self, job: Job, found: Found) -> bool:
+        """False: there are too few pages."""
+        admitted = self._paging.admit(self._free_rows[-1], found, len(job.tokens))
+        if admitted is None:
+            return False
+        job.row = self._free_rows.pop()
+        job.started_s = job.started_s or time.monotonic()
+        job.num_done = job.num_found = admitted.num_tokens
+        self._counters["found_tokens"] += admitted.num_tokens
+        for page in job.chain[admitted.num_tokens // self.engine.spec.page_size :]:
+            self._computing.setdefault(page, job)
+        return True
+
+    def _leave(self, job: Job) -> None:
+        """The job gives up its row and pages, if it has any."""
+        if job.row is None:
+            return
+        for page in job.chain:
+            if self._computing.get(page) is job:
+                del self._computing[page]
+        self._paging.drop(job.row)
+        self._free_rows.append(job.row)
+        job.row, job.num_done, job.num_found = None, 0, 0
+        self._may_begin = True
+
+    # --- computing --------------------------------------------------------------------------
 
     def _compute(self, waiting: list[Job]) -> None:
         """One chunk; those whose prefix is whole are handed over."""
@@ -219,19 +322,15 @@ class PrefillServer:
         chosen = choose(needs, sizes[-1], most, fresh_apart=self.engine.packs_fresh)
         jobs, taken = [waiting[i] for i, _ in chosen], [n for _, n in chosen]
         self._loop.doing = f"computing prefixes of {len(jobs)} requests"
-        pieces = []
-        for job, n in zip(jobs, taken):
-            job.started_s = job.started_s or start
-            job.row = self._free_rows.pop() if job.row is None else job.row
-            tokens = np.asarray(job.request.tokens[job.num_done : job.num_done + n], np.int32)
-            pieces.append(Piece(tokens, job.num_done))
-        tables = self._tables[np.array([job.row for job in jobs])]
-        chunk = pack(pieces, sizes)
-        self._state = self.engine.append(self._params, self._state, tables, chunk)
+        ranges = [(job.num_done, job.num_done + n) for job, n in zip(jobs, taken)]
+        pieces = [Piece(job.tokens[at:end], at) for job, (at, end) in zip(jobs, ranges)]
+        tables = self._paging.tables[np.array([job.row for job in jobs])]
+        self._state = self.engine.append(self._params, self._state, tables, pack(pieces, sizes))
         jax.block_until_ready(self._state)  # paces the queue, and makes the times true
         end = time.monotonic()
         self._counters["chunks"] += 1
         self._counters["chunk_s"] += end - start
+        self._compute_rate.add(sum(taken), end - start)
         self._loop.num_done += 1
         for job, n in zip(jobs, taken):
             self._counters["prefill_tokens"] += n
@@ -239,7 +338,10 @@ class PrefillServer:
         self._hand_over([job for job in jobs if job.missing == 0])
 
     def _hand_over(self, whole: Sequence[Job]) -> None:
-        """Move what one chunk completed: as few copies of pages as there are targets, and hold their number."""
+        """List what is complete and move it: as few copies of pages as there are targets, and hold their number."""
+        for job in whole:
+            assert job.row is not None
+            self._paging.share(job.row, self._origin(job), job.tokens)
         most = self.engine.move_buckets[-1]
         batches: list[list[Job]] = []
         for job in sorted(whole, key=lambda job: job.target.name):
@@ -253,21 +355,29 @@ class PrefillServer:
             self._move(batch)
 
     def _num_pages(self, jobs: Sequence[Job]) -> int:
-        return sum(self.engine.spec.pages_of(job.num_done) for job in jobs)
+        """That travel."""
+        spec = self.engine.spec
+        return sum(spec.pages_of(len(job.tokens)) - job.start // spec.page_size for job in jobs)
 
     def _move(self, jobs: Sequence[Job]) -> None:
         start = time.monotonic()
+        spec, tables = self.engine.spec, self._paging.tables
         counts = [self._num_pages([job]) for job in jobs]
-        pages = np.concatenate([self._tables[job.row, :n] for job, n in zip(jobs, counts)])
+        begins = [job.start // spec.page_size for job in jobs]
+        rows = zip(jobs, begins, counts)
+        pages = np.concatenate([tables[job.row, at : at + n] for job, at, n in rows])
         to = jobs[0].target.engine.prefix_sharding
         kv = move(self.engine.extract(self._state, pages), self.engine.prefix_sharding, to)
         end = time.monotonic()
         self._counters["transfer_s"] += end - start
+        num_tokens = sum(len(job.tokens) - job.start for job in jobs)
+        self._move_rate.add(num_tokens, end - start)
+        self._loop.num_done += 1  # where the tree has everything, nothing else is done
+        self._counters["sent_tokens"] += num_tokens
         firsts = np.cumsum(counts) - counts
         for job, first in zip(jobs, firsts.tolist()):
-            tokens = job.request.tokens[:-1]
-            spec, sha = self.engine.spec, tokens_sha(tokens)
-            prefix = Prefix(kv, first, 0, len(tokens), self.version, None, sha, spec)
+            num_tokens, sha = len(job.tokens), tokens_sha(job.tokens)
+            prefix = Prefix(kv, first, job.start, num_tokens, self.version, None, sha, spec)
             job.times_s = {
                 "queue": job.started_s - job.arrived_s,
                 "prefill": start - job.started_s,
@@ -309,6 +419,7 @@ class PrefillServer:
             return
         self._jobs.append(job)
         self._jobs.sort(key=lambda j: -j.request.priority)  # stable: arrival within a priority
+        self._may_begin = True
 
     def _commit(self, commit: Commit) -> None:
         start = time.monotonic()
@@ -317,10 +428,13 @@ class PrefillServer:
             return
         retired, (self.version, self._params) = self._params, staged
         self._loop.fence(None)
-        for job in self._jobs:
-            self._counters["recompute_tokens"] += job.num_done
-            self._counters["prefill_tokens"] -= job.num_done  # they will be counted again
-            job.num_done = 0
+        self._may_begin = True
+        for job in self._begun():
+            computed = job.num_done - job.num_found
+            self._counters["recompute_tokens"] += computed
+            self._counters["prefill_tokens"] -= computed  # they will be counted again
+            self._counters["found_tokens"] -= job.num_found
+            self._leave(job)
         self._counters["swaps"] += 1
         chunks = int(self._counters["chunks"])
         ack = Ack(self.name, self.version, chunks, time.monotonic() - start)
@@ -341,9 +455,7 @@ class PrefillServer:
 
     def _drop(self, job: Job, result: Prefix | TurnError) -> None:
         self._jobs.remove(job)
-        if job.row is not None:
-            self._free_rows.append(job.row)
-            job.row = None
+        self._leave(job)
         self._finish(job, result)
 
     def _refuse(self, command: Any, error: TurnError) -> None:
@@ -353,10 +465,5 @@ class PrefillServer:
             command.reply.fail(RuntimeError(str(error)))
 
     def _finish(self, job: Job, result: Prefix | TurnError) -> None:
-        self._count_jobs(-1)
         self._counters["failed" if isinstance(result, TurnError) else "finished"] += 1
         self._counters["callback_errors"] += not answer(job.on_prefix, result, job.times_s)
-
-    def _count_jobs(self, change: int) -> None:
-        with self._num_jobs_lock:
-            self.num_jobs += change

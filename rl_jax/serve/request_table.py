@@ -354,38 +354,38 @@ class RequestTable:
     def _admit(self, turn: ActiveTurn, found: Found) -> bool:
         """False: there are too few pages."""
         session, context = turn.session, self.engine.context
-        usable = self._usable(turn)
+        page_size = self.paging.spec.page_size
+        usable = self._usable(turn, found)
         if usable and found.num_tokens < session.num_tokens - 1:
-            found = Found(found.origin, (), 0)  # all of it comes with the turn
+            assert turn.prefix is not None
+            found = found.first(
+                turn.prefix.start // page_size, page_size
+            )  # the rest comes with the turn
         slot, room = self._free_slots[-1], min(session.num_tokens + self.lead, context)
-        if not self.paging.admit(slot, found, room):
-            # A page to copy takes one more; without it a history that fits alone always finds room.
-            whole = found.num_tokens // self.paging.spec.page_size
-            found = Found(found.origin, found.pages[:whole], whole * self.paging.spec.page_size)
-            if not self.paging.admit(slot, found, room):
-                return False
+        if (admitted := self.paging.admit(slot, found, room)) is None:
+            return False
         session.slot = self._free_slots.pop()
         turn.admitted_s = turn.admitted_s or self.now_s
-        self._begin(turn, found, usable)
+        self._begin(turn, admitted, usable)
         return True
 
     def _begin(self, turn: ActiveTurn, found: Found, usable: bool) -> None:
         """With its slot and pages: count what is there, and what is missing. usable: of its prefix."""
         session, prefix = turn.session, turn.prefix
-        if prefix is not None and (found.num_tokens or not usable):
+        is_whole = found.num_tokens == session.num_tokens - 1
+        if prefix is not None and (is_whole or not usable):
             self.counters["refused_prefixes"] += not usable
             session.computed = max(session.computed, prefix.num_tokens)
             turn.prefix = prefix = None
+        session.found_kv(found.num_tokens, found.origin)
+        turn.cached_prompt = found.num_tokens
+        self.counters["cached_tokens"] += found.num_tokens
         if prefix is not None:
-            session.drop_kv()
             session.wrote_kv(prefix.num_tokens, prefix.version)
-            self.counters["received_tokens"] += prefix.num_tokens
-        else:
-            session.found_kv(found.num_tokens, found.origin)
-            turn.cached_prompt = found.num_tokens
-            self.counters["cached_tokens"] += found.num_tokens
-            is_long = turn.cached_prompt > 0 and turn.missing_kv > self.engine.append_limit
-            self.counters["long_appends"] += is_long
+            self.counters["received_tokens"] += prefix.num_tokens - prefix.start
+        limit = self.engine.append_limit  # 0: the router chose by cost
+        is_long = turn.cached_prompt > 0 and 0 < limit < turn.missing_kv
+        self.counters["long_appends"] += is_long
         if found.num_tokens < session.num_tokens - 1:
             first = found.num_tokens // self.paging.spec.page_size
             turn.fills = tuple(self._chain(turn)[first:])
@@ -406,8 +406,8 @@ class RequestTable:
         self._can_admit |= bool(turn.fills)
         turn.fills = ()
 
-    def _usable(self, turn: ActiveTurn) -> bool:
-        """Whether the turn's prefix may be read here."""
+    def _usable(self, turn: ActiveTurn, found: Found) -> bool:
+        """Whether the turn's prefix may be read here, behind what was found."""
         prefix, session = turn.prefix, turn.session
         if prefix is None:
             return False
@@ -415,6 +415,7 @@ class RequestTable:
         # The key of cached KV holds all it was computed from: tokens, adapter, version.
         is_same = prefix.num_tokens == n and prefix.adapter is None
         is_same = is_same and prefix.tokens_sha == tokens_sha(session.tokens[:n])
+        is_same = is_same and prefix.start <= found.num_tokens
         return is_same and (prefix.version == self.version or self.kv_policy == "keep")
 
     def _share(self, session: Session) -> None:

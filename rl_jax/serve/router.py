@@ -7,20 +7,23 @@ servers answer from their threads through `call_soon_threadsafe`. Life of a turn
    that its slot was taken in, without one to the preferred pools of its tag (MeshPlan.pools_for),
    there to the server that was sent the same context before, unless that has AFFINITY_SLACK of its
    slots more live sessions than another, else to the one with the fewest live sessions.
-2. Where prefill servers exist and the decode server holds no KV for the session that this version
-   may read, the prefill server with the shortest queue computes the whole prefix and hands it over;
-   who comes with the same context meanwhile waits for that, and finds it in the decode server's
-   prefix tree. Else, without prefill servers or with a live history, the decode server extends its
-   own KV: a suffix that is moved costs more than one that is appended in chunks (those over
-   engine.append_limit are counted as long_appends). If a prefill server fails, the decode server
-   does it all.
-3. The decode server answers, or the deadline passes and the turn is aborted there.
+2. Where prefill servers exist, and the decode server holds no KV for the session that this version may
+   read or the suffix behind it is longer than engine.append_limit (or costs more there), a prefill server
+   gets the whole context, computes what its own prefix tree lacks, and hands over the pages that the
+   decode server lacks: the one that has it first by what it was sent before (prefill_choice.py). Who
+   comes with the same context meanwhile waits for that, and finds it in the decode server's prefix tree.
+   Else the decode server extends its own KV, in chunks (suffixes over the limit are counted there as
+   long_appends). If a prefill server fails, the decode server does it all.
+3. The decode server answers, or the deadline passes and the turn is aborted there, or the server makes
+   no progress for serve.progress_timeout_s (liveness.py): then it is fenced, and what waits for it ends
+   with a retryable TurnError (a prefix is computed by the decode server instead).
 Invariants: generate never outlives the deadline; a session whose server is fenced starts anew on
-another one; every server was started for the renderer whose tokens come here.
+another one, until a commit lifts the fence; every server was started for the renderer whose tokens come here.
 Must not: retry a turn (the episode does, once), or wait in abort and release.
 """
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +33,17 @@ from typing import Any
 import numpy as np
 
 from rl_jax.serve.decode_server import DecodeServer
+from rl_jax.serve.liveness import Liveness, interval_s
+from rl_jax.serve.prefill_choice import Context, Costs, PrefillLine, appends, choose_line
 from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
 
+log = logging.getLogger(__name__)
+
+COUNTERS = (
+    "turns", "prefilled", "prefilled_suffixes", "prefill_fallbacks", "prefill_shared", "moved_sessions",
+    "stalled_servers", "deadlines", "errors",
+)  # fmt: skip
 AFFINITY_SLACK = 0.25  # of a server's slots
 MAX_CONTEXTS = 4096  # remembered for affinity, the latest
 
@@ -100,14 +111,19 @@ class Router:
                     " template files and rollout.tool_parser"
                 )
         self._decode, self._prefill, self._plan = tuple(decode), tuple(prefill), plan
+        self._lines = {server.name: PrefillLine(server) for server in prefill}
         self._sessions: dict[str, Placed] = {}
         self._flights: dict[str, list[Flight]] = {}  # by uid
         # Hash of a session's first context -> the decode server that it went to, the latest last.
         self._homes: OrderedDict[int, str] = OrderedDict()
         # (decode server, its version, hash of the context) -> done when the prefix is with the decode server
         self._computing: dict[tuple[str, int, int], asyncio.Future] = {}
-        counted = "turns prefilled prefill_fallbacks prefill_shared moved_sessions deadlines errors"
-        self._counters = dict.fromkeys(counted.split(), 0)
+        # By server: answers that are waited for.
+        self._awaited: dict[str, set[asyncio.Future]] = {s.name: set() for s in (*prefill, *decode)}
+        self._liveness = Liveness()
+        self._look_s = min(interval_s(s.settings) for s in (*prefill, *decode))
+        self._looks_in: asyncio.AbstractEventLoop | None = None  # where the next look will be
+        self._counters = dict.fromkeys(COUNTERS, 0)
 
     async def generate(self, request: TurnRequest) -> Turn:
         """One turn. Raises: TurnError."""
@@ -217,7 +233,14 @@ class Router:
         servers = self._choices(request.tag, self._prefill)
         if not servers or len(request.tokens) < 2 or request.max_new_tokens <= 0:
             return None
-        if decode.live_tokens(request.session, decode.version):
+        needed = np.asarray(request.tokens[:-1], np.int32)
+        held = decode.live_tokens(request.session, decode.version, needed)
+        limit, suffix = decode.engine.settings.append_limit, len(needed) - held
+        if held and limit and appends(limit, suffix, 0, None):
+            return None
+        context = Context.of(needed, servers[0].engine.spec.page_size)
+        line = choose_line([self._lines[server.name] for server in servers], context)
+        if held and self._appends(decode, line, context, suffix):
             return None
         key = (decode.name, decode.version, context_hash(request))
         if (other := self._computing.get(key)) is not None:
@@ -227,22 +250,52 @@ class Router:
             return None
         done = self._computing[key] = asyncio.get_running_loop().create_future()
         flight.on_sent = lambda: self._sent_prefix(key, done)
-        flight.prefill = server = min(servers, key=lambda s: s.num_jobs)
-        ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
-        result, times_s = await self._call(
-            lambda answer: server.submit(ask, decode, lambda *result: answer(result)),
-            deadline,
-            f"{server.name} to compute the prefix of {request.key}",
-        )
-        flight.prefill = None
+        result, times_s = await self._ask_prefill(flight, line, context, held, deadline)
         if isinstance(result, Prefix):
             self._counters["prefilled"] += 1
+            self._counters["prefilled_suffixes"] += held > 0
             flight.times_s = dict(times_s)
             return result
         if result.kind in ("context", "unsupported", "deadline"):
             raise result
         self._counters["prefill_fallbacks"] += flight.aborted is None
         return None
+
+    def _appends(
+        self, decode: DecodeServer, line: PrefillLine, context: Context, suffix: int
+    ) -> bool:
+        """Whether the decode server appends the suffix itself, by limit or cost."""
+        costs, append_s, prefill_s = None, decode.append_token_s, line.server.token_s
+        if append_s is not None and prefill_s is not None:
+            costs = Costs(append_s, decode.num_running, *prefill_s)
+        line_tokens = line.tokens + line.missing(context)
+        return appends(decode.engine.settings.append_limit, suffix, line_tokens, costs)
+
+    async def _ask_prefill(
+        self, flight: Flight, line: PrefillLine, context: Context, held: int, deadline: float
+    ) -> tuple[Prefix | TurnError, Mapping[str, float]]:
+        """What the line's server answers. held: tokens that the decode server has."""
+        request = flight.request
+        flight.prefill = server = line.server
+        missing, result = line.send(context), None
+        ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
+        try:
+            result, times_s = await self._call(
+                lambda answer: server.submit(
+                    ask, flight.decode, lambda *result: answer(result), held
+                ),
+                server,
+                deadline,
+                f"{server.name} to compute the prefix of {request.key}",
+            )
+        except TurnError as error:
+            if error.kind != "engine":
+                raise
+            result, times_s = error, {}
+        finally:
+            line.answered(context, missing, isinstance(result, Prefix))
+        flight.prefill = None
+        return result, times_s
 
     def _sent_prefix(self, key: tuple[str, int, int], done: asyncio.Future) -> None:
         """The prefix is with the decode server, or will never be: who waits for it goes on."""
@@ -260,15 +313,20 @@ class Router:
             if flight.aborted is not None:  # while its prefix was computed
                 server.abort(request.uid, flight.aborted)
 
-        result = await self._call(send, deadline, f"{server.name} to answer {request.key}")
+        what = f"{server.name} to answer {request.key}"
+        result = await self._call(send, server, deadline, what)
         if isinstance(result, TurnError):
             raise result
         return result
 
     async def _call(
-        self, send: Callable[[Callable[[Any], None]], None], deadline: float, what: str
+        self,
+        send: Callable[[Callable[[Any], None]], None],
+        server: DecodeServer | PrefillServer,
+        deadline: float,
+        what: str,
     ) -> Any:
-        """What a server's thread answers. Raises: TurnError deadline."""
+        """What a server's thread answers. Raises: TurnError deadline, or engine where the server stands still."""
         loop = asyncio.get_running_loop()
         future = loop.create_future()
 
@@ -283,8 +341,14 @@ class Router:
                 if not loop.is_closed():  # its caller ended first, and nobody waits
                     raise
 
-        send(tell)
-        return await self._within(future, deadline, what)
+        awaited = self._awaited[server.name]
+        awaited.add(future)
+        self._look_later()
+        try:
+            send(tell)
+            return await self._within(future, deadline, what)
+        finally:
+            awaited.discard(future)
 
     async def _within(self, future: asyncio.Future, deadline: float, what: str) -> Any:
         """Its result. Raises: TurnError deadline."""
@@ -294,6 +358,39 @@ class Router:
         except TimeoutError:
             self._counters["deadlines"] += 1
             raise TurnError("deadline", "router", f"waited for {what}", retryable=True) from None
+
+    # --- liveness ---------------------------------------------------------------------------
+
+    def _look_later(self) -> None:
+        """See that the servers are looked at while answers are waited for."""
+        loop = asyncio.get_running_loop()
+        if self._looks_in is not loop:
+            self._looks_in = loop
+            loop.call_later(self._look_s, self._look)
+
+    def _look(self) -> None:
+        """Fence servers that stand still, and end what waits for them."""
+        self._looks_in = None
+        now_s = time.monotonic()
+        for server in (*self._prefill, *self._decode):
+            awaited = self._awaited[server.name]
+            why = None
+            if awaited:
+                self._look_later()
+                why = self._liveness.look(server.name, server.progress(), server.settings, now_s)
+            if not awaited or why is not None:
+                self._liveness.forget(server.name)
+            if why is not None:
+                self._give_up(server, why)
+
+    def _give_up(self, server: DecodeServer | PrefillServer, why: str) -> None:
+        log.error("%s is fenced: %s", server.name, why)
+        self._counters["stalled_servers"] += 1
+        server.fence(why)
+        error = TurnError("engine", server.name, f"it is fenced: {why}", retryable=True)
+        for future in self._awaited[server.name]:
+            if not future.done():
+                future.set_exception(error)
 
     def _abort(self, flight: Flight, reason: str) -> None:
         flight.aborted = reason

@@ -131,9 +131,10 @@ def kit():
             commit(server, version)
         return SimpleNamespace(server=server, engine=engine, gate=gate, turns=Turns(server))
 
-    def prefill(*, version=0, device=1):
-        engine = FakeEngine(SETTINGS, device=device)
-        server = PrefillServer("prefill.0", "prefill", engine, SERVE)
+    def prefill(*, name="prefill.0", version=0, device=1, **changes):
+        serve = replace(SERVE, **{n: changes.pop(n) for n in vars(SERVE) if n in changes})
+        engine = FakeEngine(replace(SETTINGS, **changes), device=device)
+        server = PrefillServer(name, "prefill", engine, serve)
         server.start()
         started.append((server, Gate()))
         if version is not None:

@@ -1,12 +1,21 @@
 """The Router as rollout's Sampler, over servers round FakeEngines."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from rl_jax.mesh import MeshPlan
 from rl_jax.serve import Router
+from rl_jax.serve.prefill_choice import (
+    UNMEASURED_LIMIT,
+    Context,
+    Costs,
+    PrefillLine,
+    appends,
+    choose_line,
+)
 from rl_jax.serve.router import TemplateMismatch
 from rl_jax.settings import MeshSettings, PoolSettings
 from rl_jax.types import FinishReason, Sampler, TurnError
@@ -158,7 +167,7 @@ def test_abort_while_the_prefix_is_computed_gives_an_empty_turn(kit):
 
     async def main():
         task = asyncio.create_task(router.generate(kit.request()))
-        while not p.num_jobs:
+        while not p.stats()["waiting"]:
             await asyncio.sleep(0)
         router.abort("a", "test")
         return await task
@@ -262,11 +271,20 @@ def test_errors_of_the_request_are_raised_as_they_are(kit):
         assert error.value.kind == kind
 
 
-@pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_slow_and_fast_episodes_with_swaps_and_more_than_fit_all_finish(kit, kv):
+@pytest.mark.parametrize(
+    ("kv", "sizes"),
+    [
+        ("recompute", {}),
+        ("keep", {}),
+        ("recompute", {"append_limit": 1, "num_pages": 10}),  # every suffix is a prefill server's
+        ("keep", {"append_limit": 1, "num_pages": 10}),
+        ("recompute", {"append_limit": 0}),
+    ],
+)
+def test_slow_and_fast_episodes_with_swaps_and_more_than_fit_all_finish(kit, kv, sizes):
     """The shape that deadlocks where a sync waits for episodes: queued ones, slow ones, a sync in mid-stream."""
-    servers = [kit.decode(name=f"decode.{i}", slots=2, chunk_requests=1) for i in range(2)]
-    prefill = kit.prefill()
+    servers = [kit.decode(name=f"decode.{i}", slots=2, chunk_requests=1, **sizes) for i in range(2)]
+    prefill = kit.prefill(**sizes)
     router = Router([d.server for d in servers], [prefill], PLAN)
     targets = [prefill, *(d.server for d in servers)]
 
@@ -293,6 +311,8 @@ def test_slow_and_fast_episodes_with_swaps_and_more_than_fit_all_finish(kit, kv)
     for d in servers:
         stats = d.server.stats()
         assert stats["requests"] == stats["finished"] and stats["stale_tokens"] == 0
+    assert (router.stats()["prefilled_suffixes"] > 0) >= (sizes.get("append_limit") == 1)
+    assert prefill.stats()["requests"] == prefill.stats()["finished"]
 
 
 def test_a_server_of_another_chat_template_is_refused_with_both_hashes(kit):
@@ -331,7 +351,7 @@ def test_samples_of_one_prompt_are_prefilled_and_sent_once(kit):
     made, (first, second) = p.stats(), (d.server.stats() for d in servers)
     # Two slots more than on the other server are a quarter of its slots: three go together, and one to the other.
     assert (first["finished"], second["finished"]) == (3, 1)
-    assert made["finished"] == 2 and made["prefill_tokens"] == 2 * 39
+    assert made["finished"] == 2 and made["prefill_tokens"] == made["found_tokens"] == 39
     assert first["received_tokens"] + second["received_tokens"] == 2 * 39
     assert first["cached_tokens"] == 2 * 39 and router.stats()["prefill_shared"] == 2
 
@@ -351,3 +371,114 @@ def test_who_waits_for_anothers_prefix_goes_on_when_that_fails(kit):
 
     assert run(both()).tokens.tolist() == d.engine.expected([1, 2, 3, 4], 6)
     assert not router._computing
+
+
+def test_a_context_goes_to_the_prefill_server_that_has_most_of_it(kit):
+    d = kit.decode()
+    first, second = (kit.prefill(name=f"prefill.{i}") for i in range(2))
+    router = Router([d.server], [first, second], PLAN)
+    one, other = list(range(1, 40)), list(range(50, 90))
+
+    async def ask(uid, context):
+        await router.generate(kit.request(uid, context, max_new_tokens=1))
+        router.release(f"{uid}#0")
+
+    async def both():  # the second finds 38 tokens in the first one's line
+        await asyncio.gather(ask("a", one), ask("b", other))
+
+    run(both())
+    assert [p.stats()["requests"] for p in (first, second)] == [1, 1]
+    for uid, context in (("c", [*other, 1, 2]), ("d", [*one, 3]), ("e", [*other, 1, 2, 5])):
+        run(ask(uid, context))
+    assert [p.stats()["requests"] for p in (first, second)] == [2, 3]
+    assert (first.stats()["prefill_tokens"], second.stats()["prefill_tokens"]) == (38 + 1, 39 + 3)
+    for p in (first, second):
+        kit.commit(p, 1)
+    run(ask("f", [*other, 6]))  # nothing is known under the new version: the first of equals
+    assert first.stats()["requests"] == 3
+
+
+def test_a_line_of_work_outweighs_a_prefix():
+    """By hand, pages of 4."""
+    engine = SimpleNamespace(spec=SimpleNamespace(num_pages=6))
+    lines = [PrefillLine(SimpleNamespace(version=0, engine=engine)) for _ in range(2)]
+    tokens = np.arange(10, dtype=np.int32)
+    context = Context.of(tokens, 4)
+    longer = Context.of(np.append(tokens, np.ones(7, np.int32)), 4)
+    sent = lines[0].send(context)
+    assert (sent, lines[0].tokens, lines[0].missing(longer)) == (10, 10, 17 - 8)
+    assert choose_line(lines, longer) is lines[1]  # 10 + 9 against 17
+    lines[0].answered(context, sent, True)
+    assert choose_line(lines, longer) is lines[0]
+    assert lines[0].missing(context) == 0
+    lines[0].answered(longer, lines[0].send(longer), False)  # it failed: only what it had before
+    assert lines[0].missing(longer) == 9 and lines[0].tokens == 0
+    other = Context.of(tokens + 50, 4)
+    lines[0].send(other)
+    lines[0].send(Context.of(tokens + 70, 4))  # with these six pages: the others are forgotten
+    assert (lines[0].missing(other), lines[0].missing(context)) == (0, 10)
+    lines[0].server.version = 1
+    assert lines[0].missing(other) == 10
+
+
+def test_a_long_suffix_is_a_prefill_servers_and_only_its_pages_travel(kit):
+    """Pages of 8, append_limit=8. The second turn adds 4 tokens, the third 20, the fourth 8."""
+    d, p = kit.decode(), kit.prefill()
+    router = Router([d.server], [p], PLAN)
+    context, cached, sent = [3, 1, 4, 1, 5], [], []
+
+    async def turn(num, said):
+        nonlocal context
+        context = [*context, *said]
+        made = await router.generate(kit.request("a", context, num, max_new_tokens=3))
+        assert made.tokens.tolist() == d.engine.expected(context, 3)
+        assert made.prompt_tokens.tolist() == (said if num else context)
+        assert (made.times_s["transfer"] > 0) == (num in (0, 2))
+        context = [*context, *made.tokens.tolist()]
+        cached.append(made.cached_prompt)
+        sent.append(p.stats()["sent_tokens"])
+
+    async def main():
+        for num, length in enumerate((0, 4, 20, 8)):
+            await turn(num, [90 + num] * length)
+
+    run(main())
+    # After two turns 14 tokens are in the cache, so the third gets all from the page at 8 on: 35 - 1 - 8.
+    assert (cached, sent) == ([0, 7, 8, 37], [4, 4, 4 + 26, 4 + 26])
+    stats = d.server.stats()
+    assert (
+        stats["received_tokens"] == 30 and stats["refused_prefixes"] == stats["long_appends"] == 0
+    )
+    assert (router.stats()["prefilled"], router.stats()["prefilled_suffixes"]) == (2, 1)
+    # Of the third context the prefill server had the first one's four tokens.
+    assert (p.stats()["found_tokens"], p.stats()["prefill_tokens"]) == (4, 4 + 30)
+
+
+def test_the_costs_of_both_ways_by_hand():
+    # 10 tokens here at 1 ms while 3 others generate: 40 ms. There 100 to compute at 0.3 ms and 10 to move at 1 ms: 40.
+    costs = Costs(append_token_s=1e-3, num_running=3, compute_token_s=3e-4, move_token_s=1e-3)
+    assert appends(0, 10, 100, costs) and not appends(0, 10, 99, costs)
+    assert not appends(0, 11, 100, costs)
+    assert appends(0, UNMEASURED_LIMIT, 0, None) and not appends(0, UNMEASURED_LIMIT + 1, 0, None)
+    assert appends(7, 7, 0, costs) and not appends(7, 8, 10**6, costs)  # a limit is a limit
+    assert appends(0, 0, 0, costs)
+
+
+def test_without_a_limit_the_measured_costs_choose(kit):
+    d, p = kit.decode(append_limit=0), kit.prefill(append_limit=0)
+    router = Router([d.server], [p], PLAN)
+
+    def suffixes(uid, append_s, compute_s):
+        d.server._append_rate._token.add(1e6, 1e6 * append_s)
+        p._compute_rate.add(1e6, 1e6 * compute_s)
+        p._move_rate.add(1e6, 1e-3)
+        before = router.stats()["prefilled_suffixes"]
+        run(play(router, kit, uid, 3))
+        return router.stats()["prefilled_suffixes"] - before
+
+    assert d.server.append_token_s is None and p.token_s is None
+    run(play(router, kit, "first"))
+    assert d.server.append_token_s > 0 and min(p.token_s) > 0
+    assert suffixes("slow prefill", append_s=1e-3, compute_s=1.0) == 0
+    assert suffixes("slow decode", append_s=1e3, compute_s=1e-3) == 2
+    assert d.server.stats()["long_appends"] == 0

@@ -189,3 +189,67 @@ def test_preempted_aborted_shared_and_chunked_turns_are_those_of_an_idle_server(
             assert got.tokens.tolist() == want.tokens.tolist()
             np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
     assert tight.stats()["preempted"] > 0 and tight.stats()["cached_tokens"] > 0
+
+
+def test_what_the_prefill_server_found_is_what_a_cold_one_computes(world, kit):
+    """Greedy tokens equal, log-probs to 1e-5: a shared header cut within a page, later turns, and all of it."""
+    rng = np.random.default_rng(5)
+    draw = lambda n: rng.integers(8, 264, n).tolist()
+    header = draw(37)  # two pages of 16 and a part
+    first = header + draw(30)
+    contexts = [header + draw(9), first, first + draw(21), header + draw(50), first]
+
+    def served(version, uid, context):
+        """The turn, and tokens that the prefill server (found, computed) for it."""
+        before = world.prefill.stats()
+        request = kit.request(uid, context, temperature=0.0, max_new_tokens=12)
+        turn = asyncio.run(world.router.generate(request))
+        world.router.release(f"{uid}#0")
+        after = world.prefill.stats()
+        assert set(turn.versions.tolist()) == {version}
+        got = tuple(after[n] - before[n] for n in ("found_tokens", "prefill_tokens"))
+        assert sum(got) == len(context) - 1
+        return turn, got
+
+    world.publish(12)
+    warm = [served(12, f"warm{i}", context) for i, context in enumerate(contexts)]
+    assert [found for _, (found, _) in warm] == [0, 37, 66, 37, 66]
+    for i, (context, (turn, _)) in enumerate(zip(contexts, warm)):
+        world.publish(15 + 3 * i)  # the same weights, and nothing of an older version is found
+        cold, (found, computed) = served(15 + 3 * i, f"cold{i}", context)
+        assert (found, computed) == (0, len(context) - 1)
+        assert cold.tokens.tolist() == turn.tokens.tolist()
+        np.testing.assert_allclose(cold.logprobs, turn.logprobs, atol=1e-5)
+
+
+def test_a_suffix_from_the_prefill_server_is_the_one_appended_in_place(world, kit):
+    """Greedy tokens equal and log-probs to 1e-5, suffixes of 30 behind histories of other lengths."""
+    world.publish(33)
+    local = Router([world.decode], [], SimpleNamespace(pools_for=lambda tag: ()))
+
+    async def played(router, uid):
+        rng, turns = np.random.default_rng(8), []
+        context = rng.integers(8, 264, 21).tolist()
+        for turn in range(3):
+            ask = kit.request(uid, context, turn, temperature=0.0, max_new_tokens=7)
+            turns.append(await router.generate(ask))
+            context = [*context, *turns[-1].tokens.tolist(), *rng.integers(8, 264, 30).tolist()]
+        router.release(f"{uid}#0")
+        return turns
+
+    want = asyncio.run(played(local, "appended"))
+    world.publish(36)  # the same weights, and nothing to be found
+    before = world.decode.stats()["received_tokens"]
+    limit = world.decode.engine.settings
+    world.decode.engine.settings = replace(limit, append_limit=29)
+    try:
+        turns = asyncio.run(played(world.router, "moved"))
+    finally:
+        world.decode.engine.settings = limit
+    assert world.router.stats()["prefilled_suffixes"] == 2
+    # From a page's begin on: where 27 tokens are there, from 16; where 64 are, from 64.
+    received = world.decode.stats()["received_tokens"] - before
+    assert received == 20 + (58 - 1 - 16) + (95 - 1 - 64)
+    for got, expected in zip(turns, want, strict=True):
+        assert got.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)

@@ -1,0 +1,52 @@
+"""Whether a server that has work stands still. Progress counts, not answers: one that compiles answers nobody.
+
+Invariants: time is counted look by look, and no more of it than two intervals a look, so that a pause of this whole
+process (a suspended machine, a stopped process) is nobody's death; a server that waits for something to do does not
+stand still; one that compiles may take serve.compile_deadline_s for a program.
+Must not: read a clock, act (the router does), or be used from two threads.
+"""
+
+from dataclasses import dataclass
+
+from rl_jax.serve.loop import Progress
+from rl_jax.settings import ServeSettings
+
+LOOK_S = 1.0  # between two looks, at most
+LOOKS = 4  # in a timeout, at least
+
+
+def interval_s(settings: ServeSettings) -> float:
+    """Between two looks."""
+    return min(LOOK_S, settings.progress_timeout_s / LOOKS, settings.compile_deadline_s / LOOKS)
+
+
+@dataclass
+class _Seen:
+    num_done: int
+    at_s: float
+    still_s: float = 0.0
+
+
+class Liveness:
+    def __init__(self):
+        self._seen: dict[str, _Seen] = {}
+
+    def look(
+        self, name: str, progress: Progress, settings: ServeSettings, now_s: float
+    ) -> str | None:
+        """Why a server that has work counts as dead, or None. To be asked every interval_s(settings)."""
+        seen = self._seen.get(name)
+        if seen is None or progress.is_idle or progress.num_done != seen.num_done:
+            self._seen[name] = _Seen(progress.num_done, now_s)
+            return None
+        seen.still_s += min(now_s - seen.at_s, 2 * interval_s(settings))
+        seen.at_s = now_s
+        key = "compile_deadline_s" if progress.is_compiling else "progress_timeout_s"
+        bound_s = getattr(settings, key)
+        if seen.still_s < bound_s:
+            return None
+        return f"no progress in serve.{key}={bound_s:g} s while {progress.doing}"
+
+    def forget(self, name: str) -> None:
+        """It has no work, or was given up."""
+        self._seen.pop(name, None)
