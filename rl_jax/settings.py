@@ -128,7 +128,7 @@ class ServeSettings:
     compile_deadline_s: float = 1800.0
     # a server that has work and does none of it for so long counts as dead: its turns go on elsewhere. More than a
     # chunk or a block ever takes, behind a train step where that runs on the same devices
-    progress_timeout_s: float = 60.0
+    progress_timeout_s: float = 120.0
     stop_deadline_s: float = 10.0  # for close() to join a server's thread
 
 
