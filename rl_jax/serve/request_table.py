@@ -465,7 +465,7 @@ class RequestTable:
         if turn is None:
             self.counters["stale_tokens"] += len(event.tokens)
             return
-        turn.add(event)
+        turn.add(event, self.now_s)
         self.counters["decode_tokens"] += len(event.tokens)
 
     def _finished(self, event: Finished) -> None:

@@ -103,6 +103,7 @@ class ActiveTurn:
     cached_prompt: int = 0
     admitted_s: float = 0.0
     armed_s: float = 0.0
+    first_s: float = 0.0  # its first token was on the host
     num_sampled: int = 0
     logprobs: list[np.ndarray] = field(default_factory=list)
     sampled_logprobs: list[np.ndarray] = field(default_factory=list)
@@ -118,12 +119,13 @@ class ActiveTurn:
         """Tokens whose KV must be there before the turn can be armed: all but the context's last."""
         return self.session.num_tokens - 1 - self.session.kv_tokens
 
-    def add(self, made: Tokens) -> None:
+    def add(self, made: Tokens, now_s: float) -> None:
         """Account for a block's tokens; their inputs' KV is in the slot now."""
         tokens, version, session = made.tokens, made.version, self.session
         n = len(tokens)
         if n == 0:
             return
+        self.first_s = self.first_s or now_s
         self.versions.append((n, version, session.is_mixed(version)))
         session.wrote_kv(session.num_tokens + n - 1, version)
         session.tokens[session.num_tokens : session.num_tokens + n] = tokens
@@ -139,6 +141,7 @@ class ActiveTurn:
         request, session = self.request, self.session
         is_filtered = request.temperature > 0 and (request.top_p < 1 or request.top_k > 0)
         admitted_s, armed_s = self.admitted_s or now_s, self.armed_s or now_s
+        first_s = self.first_s or now_s
         return Turn(
             prompt_tokens=self.prompt_tokens,
             tokens=session.tokens[
@@ -160,6 +163,7 @@ class ActiveTurn:
                 "prefill": armed_s - admitted_s,
                 "transfer": 0.0,
                 "decode": now_s - armed_s,
+                "first_token": first_s - armed_s,
             },
             support=np.concatenate(self.support) if is_filtered and self.support else None,
         )

@@ -23,8 +23,9 @@ def test_turn_holds_what_was_added_sampled_and_when(kit):
     assert not turn.context_mixed.any() and len(turn.context_mixed) == 6
     assert (turn.finish, turn.cached_prompt) == (FinishReason.LENGTH, 0)
     assert (turn.server, turn.pool) == ("decode.0", "decode")
-    assert set(turn.times_s) == {"queue", "prefill", "transfer", "decode"}
+    assert set(turn.times_s) == {"queue", "prefill", "transfer", "decode", "first_token"}
     assert min(turn.times_s.values()) >= 0
+    assert turn.times_s["first_token"] <= turn.times_s["decode"]
     assert (turn.tokens.dtype, turn.logprobs.dtype) == (np.int32, np.float32)
 
 
