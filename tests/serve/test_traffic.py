@@ -10,9 +10,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from benchmarks.instant_engine import InstantEngine
 from benchmarks.serve_clients import Answered, Run, closed, opened
 from benchmarks.serve_traffic import Conversation, Traffic, poisson
 from rl_jax.serve import Router
+from rl_jax.settings import EngineSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 97  # of the FakeEngine
@@ -192,3 +194,46 @@ def test_serve_benchmark_runs_tiny(tmp_path):
             assert 0 < row["ttft_p50_ms"] <= row["ttft_p90_ms"] <= row["ttft_p99_ms"]
             assert 0 < row["tpot_p50_ms"] <= row["tpot_p90_ms"] <= row["tpot_p99_ms"]
             assert 0 < row["pages_used_mean"] <= row["pages_used_peak"] <= 1
+
+
+@pytest.mark.slow
+def test_serve_host_benchmark_runs_tiny(tmp_path):
+    out = tmp_path / "serve_host.json"
+    command = [
+        sys.executable,
+        "benchmarks/serve_host.py",
+        "--tiny",
+        "--out",
+        str(out),
+        "--profile",
+        "5",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(out.read_text())
+    assert {"card", "date", "versions", "command", "rows", "load_average"} <= set(report)
+    rows = {row["name"]: row for row in report["rows"]}
+    assert rows["wall, p50"]["turns"] == 2 * 16 * 3 and rows["wall, p50"]["failed"] == {}
+    for clock in ("wall", "cpu"):
+        p50, p90, p99 = (rows[f"{clock}, p{q}"]["ms"] for q in (50, 90, 99))
+        assert 0 < p50 <= p90 <= p99
+    assert "function calls" in done.stdout
+
+
+def test_host_time_of_a_block_leaves_out_the_engine():
+    settings = EngineSettings(slots=4, context=64, page_size=8, steps_per_block=4)
+    engine = InstantEngine(settings)
+    sampling = SimpleNamespace(
+        epoch=np.arange(4), max_new_tokens=np.full(4, 64), token_index=np.zeros(4, np.int64)
+    )
+    engine.arm(None, np.arange(4), sampling)
+    engine.append = engine._apart(lambda: time.sleep(0.15))
+    engine.begin()
+    for _ in range(2):
+        engine.generate(None, None, None)
+        engine.append()  # inside the engine
+        time.sleep(0.02)  # the host's
+    blocks = engine.end()
+    assert blocks["active"].tolist() == [4]
+    assert (blocks["wall"] >= 0.02).all() and (blocks["wall"] < 0.12).all()
+    assert (blocks["cpu"] < 0.02).all() and (blocks["engine"] >= 0.15).all()
