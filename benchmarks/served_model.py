@@ -13,12 +13,17 @@ from benchmarks.train_step import QWEN_1_5B, SHAPES
 from rl_jax.settings import ModelSettings
 
 
-def begin(out: Path, tiny: bool, predictions: Mapping[str, float]) -> tuple[Any, ModelSettings]:
-    """(the Report, the shape that is served), with an empty compile cache: compiling is measured too."""
+def begin(
+    out: Path, tiny: bool, predictions: Mapping[str, float], num_devices: int = 1
+) -> tuple[Any, ModelSettings]:
+    """(the Report, the shape that is served), with an empty compile cache: compiling is measured too.
+
+    num_devices: simulated ones, where tiny.
+    """
     if tiny:
         from rl_jax.backend import simulate_cpu_devices
 
-        simulate_cpu_devices(1)
+        simulate_cpu_devices(num_devices)
     import jax
 
     jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())

@@ -164,7 +164,8 @@ class Turn:
     cached_prompt: int  # tokens of the context whose KV was reused
     server: str
     pool: str
-    times_s: Mapping[str, float]  # queue, prefill, transfer, decode
+    # queue, prefill, transfer, decode; first_token: of decode, until the first token was on the host
+    times_s: Mapping[str, float]
     routing: np.ndarray | None = None  # i16[P + N, layers, k], -1 unknown (MoE)
     # i32[N, k] the ids that top-k and top-p left of the vocabulary, -1 padding; None = not cut, or not kept
     support: np.ndarray | None = None

@@ -49,7 +49,7 @@ def pack(pieces: Sequence[Piece], chunk_sizes: Sequence[int]) -> PrefillChunk:
 
     chunk_sizes: ascending. Raises: ValueError if the pieces exceed the largest.
     """
-    lengths = np.array([len(piece.tokens) for piece in pieces], np.int32)
+    lengths, starts = np.array([(len(piece.tokens), piece.start) for piece in pieces], np.int32).T
     total = int(lengths.sum())
     size = next((size for size in chunk_sizes if size >= total), 0)
     if size == 0:
@@ -58,12 +58,10 @@ def pack(pieces: Sequence[Piece], chunk_sizes: Sequence[int]) -> PrefillChunk:
         )
     tokens, position = np.zeros(size, np.int32), np.zeros(size, np.int32)
     segment = np.full(size, -1, np.int32)
-    end = 0
-    for index, piece in enumerate(pieces):
-        begin, end = end, end + len(piece.tokens)
-        tokens[begin:end] = piece.tokens
-        segment[begin:end] = index
-        position[begin:end] = np.arange(piece.start, piece.start + len(piece.tokens))
+    begins = np.cumsum(lengths) - lengths
+    np.concatenate([piece.tokens for piece in pieces], out=tokens[:total])
+    segment[:total] = np.repeat(np.arange(len(pieces), dtype=np.int32), lengths)
+    position[:total] = np.arange(total) + np.repeat(starts - begins, lengths)
     return PrefillChunk(tokens, segment, position, lengths)
 
 

@@ -120,19 +120,23 @@ class PrefixTree:
         node = self._roots.get(origin)
         if node is None:
             return Match((), 0)
-        data, size = _bytes(tokens), self._page_bytes
-        self._tick += 1
-        pages, num_tokens, start = [], 0, 0
-        while start < len(data):
-            child, common = node.closest(data[start : start + size])
+        data, size, page_size = _bytes(tokens), self._page_bytes, self.page_size
+        self._tick = tick = self._tick + 1
+        pages, num_tokens = [], 0
+        for start in range(0, len(data), size):
+            key, children = data[start : start + size], node.children
+            if len(children) == 1 and children[0].key == key:  # within a history, most often
+                child, common = children[0], len(key) // TOKEN_BYTES
+            else:
+                child, common = node.closest(key)
             if child is None:
                 break
-            child.used = self._tick
+            child.used = tick
             pages.append(child.page)
             num_tokens += common
-            if common < self.page_size:
+            if common < page_size:
                 break
-            node, start = child, start + size
+            node = child
         return Match(tuple(pages), num_tokens)
 
     def insert(self, origin: Origin, tokens: np.ndarray, pages: Sequence[int]) -> int:
@@ -149,17 +153,21 @@ class PrefixTree:
                 f"{-(-len(tokens) // self.page_size)}"
             )
         data, size = _bytes(tokens), self._page_bytes
-        self._tick += 1
+        self._tick = tick = self._tick + 1
         node = self._roots.get(origin) or _Node(origin, None, b"", -1)
         shorter, known = None, 0
         while known < len(pages):
-            key = data[known * size : (known + 1) * size]
+            key, children = data[known * size : (known + 1) * size], node.children
+            if len(children) == 1 and children[0].key == key:  # within a history, most often
+                node, known = children[0], known + 1
+                node.used = tick
+                continue
             child, common = node.closest(key)
             if child is None or common * TOKEN_BYTES < len(key):
                 if child is not None and common * TOKEN_BYTES == len(child.key):
                     shorter = child
                 break
-            child.used = self._tick
+            child.used = tick
             node, known = child, known + 1
         new = [int(page) for page in pages[known:]]
         self._check_new(origin, new, shorter)
@@ -174,29 +182,36 @@ class PrefixTree:
     def evict(self, num: int) -> int:
         """Free so many pages, or all of num_evictable, leaves first, the least recently used first. Returns: freed."""
         self._recount()
-        freed = 0
-        while freed < num and self._heap:
-            used, _, node = heappop(self._heap)
+        heap, free = self._heap, []  # nobody else holds a candidate's page
+        while len(free) < num and heap:
+            used, _, node = heappop(heap)
             node.in_heap = False
-            if node.used == used and _is_candidate(node):
-                freed += self._remove(node)
-            else:
+            if node.used != used or not _is_candidate(node):
                 self._push(node)
-        return freed
+                continue
+            while True:
+                parent = self._cut(node, free)
+                is_next = len(free) < num and not parent.in_heap and _is_candidate(parent)
+                # Of one history the last pages were used at once: most often it goes on with them.
+                if not is_next or (heap and heap[0] < (parent.used, parent.serial)):
+                    break
+                node = parent
+            self._push(parent)
+        return len(self.pool.drop(free))
 
     def forget(self, origin: Origin) -> int:
         """Let an origin's pages go; those that others hold stay in use by them. Returns: how many became free."""
         root = self._roots.pop(origin, None)
         if root is None:
             return 0
-        freed = 0
+        unlisted: list[int] = []
         stack = root.children
         while stack:
             node = stack.pop()
             stack += node.children
             node.children, node.parent = [], None
-            freed += self._unlist(node)
-        return freed
+            self._unlist(node, unlisted)
+        return len(self.pool.drop(unlisted))
 
     def forget_versions_before(self, version: int) -> int:
         """Forget all origins of older versions. Returns: how many pages became free."""
@@ -273,9 +288,7 @@ class PrefixTree:
         self._serial += 1
         node.serial, node.used = self._serial, self._tick
         nodes = self._nodes[page]
-        if not nodes:
-            self._num_pages += 1
-            self._num_evictable += 1
+        is_held, is_first = self.pool.count(page) > 1, not nodes
         nodes.append(node)
         self._num_nodes += 1
         if parent.children:
@@ -284,48 +297,69 @@ class PrefixTree:
             parent.children.append(node)
         if parent.parent is None:
             self._roots[parent.origin] = parent
-        if self.pool.count(page) > 1:
+        self._num_pages += is_first
+        if is_first and is_held:
+            node.is_held, node.blocked = True, 1
+            self._block(parent, True)
+            return node
+        self._num_evictable += is_first
+        if is_held:
             self._set_held(node, True)
         else:
             self._push(node)
         return node
 
-    def _remove(self, leaf: _Node) -> int:
-        """Take a leaf out. Returns: how many pages became free, 0 or 1."""
+    def _remove(self, leaf: _Node) -> None:
+        """Take a leaf out, and drop its page."""
+        unlisted: list[int] = []
+        self._push(self._cut(leaf, unlisted))
+        self.pool.drop(unlisted)
+
+    def _cut(self, leaf: _Node, unlisted: list[int]) -> _Node:
+        """Take a leaf out. Returns: its parent, which may be a candidate now. unlisted: as of _unlist."""
         if leaf.is_held:
             self._set_held(leaf, False)
         parent, leaf.parent = leaf.parent, None
-        del parent.children[bisect_left(parent.children, leaf.key, key=_KEY)]
-        if parent.parent is not None:
-            self._push(parent)
-        elif not parent.children:
+        assert parent is not None, "a leaf has a parent"
+        children = parent.children
+        if len(children) == 1:
+            children.clear()
+        else:
+            del children[bisect_left(children, leaf.key, key=_KEY)]
+        if parent.parent is None and not children:
             del self._roots[parent.origin]
-        return self._unlist(leaf)
+        self._unlist(leaf, unlisted)
+        return parent
 
-    def _unlist(self, node: _Node) -> int:
-        """The tree has a page once less, and holds it no more if that was the last. Returns: pages freed, 0 or 1."""
+    def _unlist(self, node: _Node, unlisted: list[int]) -> None:
+        """The tree has a page once less; if that was the last it is added to those that the caller drops for it."""
         nodes = self._nodes[node.page]
         nodes.remove(node)
         self._num_nodes -= 1
         if nodes:
             others_block = any(other.blocked for other in nodes)
             self._num_evictable += node.blocked > 0 and not others_block
-            return 0
+            return
         self._num_evictable -= node.blocked == 0
         self._num_pages -= 1
-        return len(self.pool.drop((node.page,)))
+        unlisted.append(node.page)
 
     def _recount(self) -> None:
         """Learn which pages others hold now."""
+        count, nodes = self.pool.count, self._nodes
         for page in self.pool.take_changed():
-            is_held = self.pool.count(page) > 1
-            for node in self._nodes[page]:
+            is_held = count(page) > 1
+            for node in nodes[page]:
                 if node.is_held != is_held:
                     self._set_held(node, is_held)
 
     def _set_held(self, node: _Node, is_held: bool) -> None:
-        """Note whether others hold a node's page, and pass it up as far as that makes a difference."""
+        """Note whether others hold a node's page."""
         node.is_held = is_held
+        self._block(node, is_held)
+
+    def _block(self, node: _Node, is_held: bool) -> None:
+        """One reason more, or less, why a node may not be evicted; passed up as far as that makes a difference."""
         change = 1 if is_held else -1
         while node.parent is not None:
             node.blocked += change

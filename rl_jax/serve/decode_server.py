@@ -10,8 +10,7 @@ Prefix handed over is used if its version allows it.
 5. Turns whose KV is complete are armed (Started). 6. One block is generated, unless other turns
    still wait for KV and serve.chunks_per_block is not reached: a block costs much the same for few
    as for many. Its tokens (Tokens) and ends (Finished) are written to the event stream, each with
-   the version of the weights that made them: of slots that ended at once, of the others while the
-   next block runs, or before the next command is obeyed.
+   the version of the weights that made them.
 So a commit waits for one block and one chunk, never for a turn. Under `recompute` a swap parks all
 generating turns; each decodes again as soon as its own KV is rebuilt. Under `keep` they go on at
 once and their tokens are marked mixed.
@@ -90,7 +89,6 @@ class DecodeServer:
         self._params: dict[str, Any] | None = None
         self._state: Any = None
         self._epoch = 0
-        self._rest: tuple[BlockTokens, list[int]] | None = None  # a block's slots not yet delivered
         self._is_paused = False
         self._chunks_in_row = 0  # since the last block
         self._drains: list[Drain] = []  # not empty: requests are refused until `resume`
@@ -264,8 +262,6 @@ class DecodeServer:
         start, waited = time.perf_counter(), self._times["block_s"] + self._times["chunk_s"]
         table = self._table
         table.now_s = time.monotonic()
-        if new or not self._can_serve:  # a command must find what the last block made
-            self._deliver_rest()
         for command in new:
             self._obey(command)
         for turn in table.overdue():
@@ -337,13 +333,13 @@ class DecodeServer:
 
     def _make_room(self) -> None:
         """See that every running slot has pages for what a block writes; who came last gives way."""
-        table, context = self._table, self.engine.settings.context
-        for turn in sorted(table.running_turns(), key=lambda turn: turn.order):
+        table, paging, log = self._table, self._paging, self._table.log
+        needs = np.minimum(log.num_tokens + table.lead, self.engine.settings.context)
+        short = np.flatnonzero(log.is_running & (paging.room < needs)).tolist()
+        for turn in sorted(map(table.running_turn, short), key=lambda turn: turn.order):
             while turn.is_running:
-                session = turn.session
-                if self._paging.grow(session.slot, min(session.num_tokens + table.lead, context)):
+                if paging.grow(turn.session.slot, int(needs[turn.session.slot])):
                     break
-                self._deliver_rest()
                 last = table.last_admitted()
                 if last.is_running:
                     self._stop_slots([last.session.slot])
@@ -357,46 +353,35 @@ class DecodeServer:
             return
         self._loop.doing = f"generating for {self._table.num_running} requests"
         start = time.perf_counter()
-        tables = np.full_like(self._paging.tables, NO_PAGE)
-        slots = self._table.running_slots()
-        tables[slots] = self._paging.tables[slots]
+        is_running = self._table.log.is_running[:, None]
+        tables = np.where(is_running, self._paging.tables, np.int32(NO_PAGE))
         self._state, block = self.engine.generate(self._params, self._state, tables)
-        self._deliver_rest()
         block = fetched(block)
         end = time.perf_counter()
         self._append_rate.block(start, end)
         self._times["block_s"] += end - start
         self._table.counters["blocks"] += 1
         self._table.now_s = time.monotonic()
-        ended = block.finish != RUNNING
-        self._deliver(block, np.flatnonzero(ended).tolist())
-        self._rest = block, np.flatnonzero(block.valid.any(axis=1) & ~ended).tolist()
+        self._deliver(block)
         self._loop.num_done += 1
 
-    def _deliver_rest(self) -> None:
-        """Of the last block, the tokens of slots that go on."""
-        if self._rest is not None:
-            (block, slots), self._rest = self._rest, None
-            self._deliver(block, slots)
+    def _deliver(self, block: BlockTokens) -> None:
+        """Tokens and ends of one block, to the event stream."""
+        self._events.write(Tokens(self.version, block, block.valid.sum(axis=1)))
+        for slot in np.flatnonzero(block.finish != RUNNING).tolist():
+            self._ended(block, slot)
 
-    def _deliver(self, block: BlockTokens, slots: Sequence[int]) -> None:
-        """Tokens and ends of one block's slots, to the event stream."""
-        made, ended, epochs = block.valid.sum(axis=1), block.finish, block.slot_epoch.tolist()
-        for slot in slots:
-            n, epoch = int(made[slot]), epochs[slot]
-            logprobs, sampled = block.logprobs[slot, :n], block.sampled_logprobs[slot, :n]
-            support = None if block.support is None else block.support[slot, :n]
-            made_here = (block.tokens[slot, :n], logprobs, sampled, support)
-            self._events.write(Tokens(slot, epoch, self.version, *made_here))
-            turn = self._table.running_turn(slot, epoch)
-            if ended[slot] == RUNNING or turn is None:
-                continue
-            error = None
-            if block.nan[slot]:
-                detail = f"{turn.request.key}: non-finite logits under version {self.version}"
-                error = TurnError("nan", self.name, detail)
-            reason = FINISH_REASONS[int(ended[slot])]
-            self._events.write(Finished(turn.request.key, reason, error))
+    def _ended(self, block: BlockTokens, slot: int) -> None:
+        """The device ended what the slot generated."""
+        turn = self._table.running_turn(slot)
+        if turn is None or turn.epoch != block.slot_epoch[slot]:
+            return
+        error = None
+        if block.nan[slot]:
+            detail = f"{turn.request.key}: non-finite logits under version {self.version}"
+            error = TurnError("nan", self.name, detail)
+        reason = FINISH_REASONS[int(block.finish[slot])]
+        self._events.write(Finished(turn.request.key, reason, error))
 
     # --- commands ---------------------------------------------------------------------------
 

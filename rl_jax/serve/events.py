@@ -2,7 +2,7 @@
 
 Invariants: the server's thread is the only writer; every event is consumed (by the request table)
 before the next is written, so "slot s now belongs to request r" (Started) and "tokens of slot s"
-(Tokens) can never be seen in another order; both carry the slot's epoch, and tokens of an epoch
+(Tokens) can never be seen in another order; both carry epochs of slots, and tokens of an epoch
 that is over are refused and counted. Every request that was accepted ends in exactly one Finished.
 The last events stay in a bounded ring for inspection.
 Must not: be written or consumed from another thread.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl_jax.types import FinishReason, TurnError
+from rl_jax.types import BlockTokens, FinishReason, TurnError
 
 RING_SIZE = 1024  # events kept for inspection
 
@@ -31,15 +31,13 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What one block made for one slot."""
+    """What one block made, of all slots at once: the host's work for a slot that goes on is a few numpy elements."""
 
-    slot: int
-    epoch: int
     version: int  # of the weights that made them
-    tokens: np.ndarray  # i32[n], 0 <= n <= steps_per_block
-    logprobs: np.ndarray  # f32[n]
-    sampled_logprobs: np.ndarray  # f32[n]
-    support: np.ndarray | None = None  # i32[n, K]
+    block: BlockTokens  # on the host, never written again
+    counts: (
+        np.ndarray
+    )  # i32[S] tokens of each slot, the first ones of its row; they belong to block.slot_epoch
 
 
 @dataclass(frozen=True, slots=True)

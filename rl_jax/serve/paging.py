@@ -17,6 +17,8 @@ from kernels.kv import NO_PAGE, KVSpec
 from rl_jax.engine.pages import PagePool
 from rl_jax.engine.prefix_tree import Origin, PrefixTree
 
+SPARE = 256  # where pages run out, one in so many is freed at once
+
 
 @dataclass(frozen=True)
 class Found:
@@ -37,9 +39,12 @@ class Paging:
     def __init__(self, spec: KVSpec, slots: int, table_pages: int):
         self.spec = spec
         self.pool = PagePool(spec.num_pages)
+        self._spare = (
+            spec.num_pages // SPARE
+        )  # to evict page by page, as slots grow, costs more a page
         self.tree = PrefixTree(self.pool, spec.page_size)
         self.tables = np.full((slots, table_pages), NO_PAGE, np.int32)
-        self._counts = [0] * slots  # pages of each table
+        self._counts = np.zeros(slots, np.int64)  # pages of each table
         self._copies: list[tuple[int, int]] = []  # source (held for it), target
 
     def find(self, origins: Sequence[Origin], tokens: np.ndarray) -> Found:
@@ -62,9 +67,14 @@ class Paging:
         whole = found.first(found.num_tokens // self.spec.page_size, self.spec.page_size)
         return whole if whole != found and self._admit(slot, whole, num_tokens) else None
 
+    @property
+    def room(self) -> np.ndarray:
+        """i64[slots], new: tokens that each slot has pages for."""
+        return self._counts * self.spec.page_size
+
     def grow(self, slot: int, num_tokens: int) -> bool:
         """See that the slot has pages for num_tokens tokens. False: too few are free."""
-        count = self._counts[slot]
+        count = int(self._counts[slot])
         missing = self.spec.pages_of(num_tokens) - count
         if missing <= 0:
             return True
@@ -119,7 +129,7 @@ class Paging:
         if num <= 0:
             return []
         short = num - self.pool.num_free
-        if short > 0 and self.tree.evict(short) < short:
+        if short > 0 and self.tree.evict(max(short, self._spare)) < short:
             return None
         return self.pool.take(num)
 

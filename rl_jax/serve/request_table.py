@@ -1,9 +1,9 @@
 """RequestTable: which requests one decode server holds, what each waits for, and whose slot is
 whose.
 
-Owns: sessions, slots and their pages (paging.py), the waiting line, every turn under way; its writer
-is the server's thread. It learns what happened on the device only from the server's event stream
-(`consume`).
+Owns: sessions, slots, their pages (paging.py) and new tokens (block_log.py), the waiting line, every
+turn under way; its writer is the server's thread. It learns what happened on the device only from the
+server's event stream (`consume`).
 Invariants: a turn has a slot and pages from its admission to its end; every turn accepted by `add`
 ends in exactly one `on_done`; KV of one version is never read under another one where the policy is
 `recompute`; the waiting line goes by priority, then by arrival, and nobody overtakes who waits for
@@ -11,9 +11,9 @@ pages.
 Life of a turn: 1 `add` checks it and makes its session. 2 `admit` gives it a slot, and pages: those
 of its history that the prefix tree has, and new ones. One that needs what another turn is computing
 just now waits for that. 3 `pieces` and `filled` extend the KV, chunk by chunk; then it is listed in
-the tree. 4 Started: its slot's tokens are its own. 5 Tokens add up. 6 Finished builds the Turn and
-lists its KV; slot and pages are free. A swap under `recompute`, and Parked where pages ran out, send
-a turn back to 2 with its sampled tokens kept.
+the tree. 4 Started: its slot's tokens are its own. 5 Tokens add up in the block log. 6 Finished takes
+them, builds the Turn and lists its KV; slot and pages are free. A swap under `recompute`, and Parked
+where pages ran out, send a turn back to 2 with its sampled tokens kept.
 Must not: call JAX, block, or read a clock (times are arguments).
 """
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from rl_jax.engine.chunks import Piece, choose
 from rl_jax.engine.prefix_tree import Origin
+from rl_jax.serve.block_log import BlockLog
 from rl_jax.serve.commands import Add, OnDone
 from rl_jax.serve.events import Event, Finished, Parked, Started, Swapped, Tokens
 from rl_jax.serve.loop import answer
@@ -63,8 +64,8 @@ class RequestTable:
         self.turns: dict[str, ActiveTurn] = {}  # by request key
         self.kv_policy = "recompute"
         self.version = -1
-        # Tokens that a slot has pages for beyond its history: of the next block, and of one not counted yet.
-        self.lead = 2 * engine.steps_per_block
+        self.log = BlockLog(engine.slots)
+        self.lead = engine.steps_per_block  # tokens that a slot has pages for beyond its history
         self.now_s = 0.0  # set by the server before it acts
         self._waiting: list[ActiveTurn] = []  # sorted by their order
         self._arrivals = 0
@@ -222,13 +223,9 @@ class RequestTable:
         """Slots that are generating."""
         return list(self._running)
 
-    def running_turns(self) -> list[ActiveTurn]:
-        return list(self._running.values())
-
-    def running_turn(self, slot: int, epoch: int) -> ActiveTurn | None:
-        """The turn that generates in the slot, unless the epoch is another one's."""
-        turn = self._running.get(slot)
-        return turn if turn is not None and turn.epoch == epoch else None
+    def running_turn(self, slot: int) -> ActiveTurn | None:
+        """The turn that generates in the slot. Its tokens are in `log` until it leaves."""
+        return self._running.get(slot)
 
     def last_admitted(self) -> ActiveTurn:
         """Whose turn it is to give way where pages run out."""
@@ -434,6 +431,8 @@ class RequestTable:
             self._ready.remove(turn)
         elif session.slot is not None:
             del self._running[session.slot]
+            for made in self.log.stop(session.slot, is_filtered=turn.is_filtered):
+                turn.add(made)
         if session.slot is None:
             return
         if keeps and turn.prefix is None:  # else it was never inserted
@@ -456,17 +455,15 @@ class RequestTable:
         turn.phase, turn.epoch, turn.prefix = Phase.RUNNING, event.epoch, None
         turn.armed_s = turn.armed_s or self.now_s
         self._running[event.slot] = turn
+        self.log.start(event.slot, event.epoch, turn.session.num_tokens)
         if had_prefix:
             self._share(turn.session)
         self._made(turn)
 
     def _tokens(self, event: Tokens) -> None:
-        turn = self.running_turn(event.slot, event.epoch)
-        if turn is None:
-            self.counters["stale_tokens"] += len(event.tokens)
-            return
-        turn.add(event)
-        self.counters["decode_tokens"] += len(event.tokens)
+        num, stale = self.log.add(event, self.now_s)
+        self.counters["decode_tokens"] += num
+        self.counters["stale_tokens"] += stale
 
     def _finished(self, event: Finished) -> None:
         turn = self.turns.pop(event.key)

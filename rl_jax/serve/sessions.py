@@ -15,8 +15,8 @@ from enum import Enum
 import numpy as np
 
 from rl_jax.engine.prefix_tree import Origin
+from rl_jax.serve.block_log import Made
 from rl_jax.serve.commands import OnDone
-from rl_jax.serve.events import Tokens
 from rl_jax.types import FinishReason, Prefix, Turn, TurnRequest, VersionSpan
 
 
@@ -103,11 +103,18 @@ class ActiveTurn:
     cached_prompt: int = 0
     admitted_s: float = 0.0
     armed_s: float = 0.0
+    first_s: float = 0.0  # its first token was on the host
     num_sampled: int = 0
     logprobs: list[np.ndarray] = field(default_factory=list)
     sampled_logprobs: list[np.ndarray] = field(default_factory=list)
     support: list[np.ndarray] = field(default_factory=list)
-    versions: list[tuple[int, int, bool]] = field(default_factory=list)  # (tokens, version, mixed)
+    # (tokens, version, mixed); two in a row differ in version or mixed
+    versions: list[tuple[int, int, bool]] = field(default_factory=list)
+    is_filtered: bool = field(init=False)  # sampled from another distribution than is trained
+
+    def __post_init__(self):
+        request = self.request
+        self.is_filtered = request.temperature > 0 and (request.top_p < 1 or request.top_k > 0)
 
     @property
     def is_running(self) -> bool:
@@ -118,34 +125,38 @@ class ActiveTurn:
         """Tokens whose KV must be there before the turn can be armed: all but the context's last."""
         return self.session.num_tokens - 1 - self.session.kv_tokens
 
-    def add(self, made: Tokens) -> None:
-        """Account for a block's tokens; their inputs' KV is in the slot now."""
-        tokens, version, session = made.tokens, made.version, self.session
-        n = len(tokens)
-        if n == 0:
-            return
-        self.versions.append((n, version, session.is_mixed(version)))
-        session.wrote_kv(session.num_tokens + n - 1, version)
-        session.tokens[session.num_tokens : session.num_tokens + n] = tokens
-        session.num_tokens += n
+    def add(self, made: Made) -> None:
+        """Account for tokens that blocks made; their inputs' KV is in the slot now."""
+        tokens, version, session, runs = made.tokens, made.version, self.session, self.versions
+        n, start = len(tokens), session.num_tokens
+        self.first_s = self.first_s or made.first_s
+        is_mixed = session.is_mixed(version)
+        if runs and runs[-1][1] == version and runs[-1][2] == is_mixed:
+            runs[-1] = (runs[-1][0] + n, version, is_mixed)
+        else:
+            runs.append((n, version, is_mixed))
+        session.wrote_kv(start + n - 1, version)
+        session.tokens[start : start + n] = tokens
+        session.num_tokens = start + n
         self.num_sampled += n
         self.logprobs.append(made.logprobs)
-        self.sampled_logprobs.append(made.sampled_logprobs)
+        if made.sampled_logprobs is not None:
+            self.sampled_logprobs.append(made.sampled_logprobs)
         if made.support is not None and 0 < self.request.top_k <= made.support.shape[1]:
             self.support.append(made.support)
 
     def turn(self, finish: FinishReason, server: str, pool: str, now_s: float) -> Turn:
         """The finished Turn."""
-        request, session = self.request, self.session
-        is_filtered = request.temperature > 0 and (request.top_p < 1 or request.top_k > 0)
+        session = self.session
         admitted_s, armed_s = self.admitted_s or now_s, self.armed_s or now_s
+        first_s = self.first_s or now_s
         return Turn(
             prompt_tokens=self.prompt_tokens,
             tokens=session.tokens[
                 session.num_tokens - self.num_sampled : session.num_tokens
             ].copy(),
             logprobs=joined(self.logprobs),
-            sampled_logprobs=joined(self.sampled_logprobs) if is_filtered else None,
+            sampled_logprobs=joined(self.sampled_logprobs) if self.is_filtered else None,
             spans=spans_of(self.versions),
             context_mixed=np.repeat(
                 np.array([mixed for _, _, mixed in self.versions], bool),
@@ -160,8 +171,9 @@ class ActiveTurn:
                 "prefill": armed_s - admitted_s,
                 "transfer": 0.0,
                 "decode": now_s - armed_s,
+                "first_token": first_s - armed_s,
             },
-            support=np.concatenate(self.support) if is_filtered and self.support else None,
+            support=np.concatenate(self.support) if self.is_filtered and self.support else None,
         )
 
 

@@ -105,7 +105,7 @@ class FakeSampler:
             cached_prompt=known,
             server="fake",
             pool="fake",
-            times_s={"queue": 0.0, "prefill": 0.0, "transfer": 0.0, "decode": 0.0},
+            times_s=dict.fromkeys(("queue", "prefill", "transfer", "decode", "first_token"), 0.0),
         )
 
     async def _sample(self, request: TurnRequest, room: int, abort: list[bool]):

@@ -174,6 +174,16 @@ def test_the_least_recently_used_leaf_goes_first(kit):
     assert kit.tree.num_pages == 0
 
 
+def test_an_older_history_goes_before_the_start_of_one_that_was_read_since(kit):
+    start, end = kit.request([1, 2, 3, 4, 5, 6, 7, 8])
+    other = kit.request([9, 9, 9, 9])
+    kit.match([1, 2, 3, 4])  # the start alone
+    assert kit.tree.evict(2) == 2
+    assert kit.match([1, 2, 3, 4, 5, 6, 7, 8]) == ((start,), 4)
+    assert kit.match([9, 9, 9, 9]) == ((), 0)
+    assert {end, *other} == set(kit.pool.take(2)), "they are free"
+
+
 def test_pages_that_others_hold_are_not_evicted_nor_what_leads_to_them(kit):
     kit.request(range(12))
     kit.request([0, 1, 2, 3, 9])

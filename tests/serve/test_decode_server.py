@@ -23,8 +23,9 @@ def test_turn_holds_what_was_added_sampled_and_when(kit):
     assert not turn.context_mixed.any() and len(turn.context_mixed) == 6
     assert (turn.finish, turn.cached_prompt) == (FinishReason.LENGTH, 0)
     assert (turn.server, turn.pool) == ("decode.0", "decode")
-    assert set(turn.times_s) == {"queue", "prefill", "transfer", "decode"}
+    assert set(turn.times_s) == {"queue", "prefill", "transfer", "decode", "first_token"}
     assert min(turn.times_s.values()) >= 0
+    assert turn.times_s["first_token"] <= turn.times_s["decode"]
     assert (turn.tokens.dtype, turn.logprobs.dtype) == (np.int32, np.float32)
 
 
@@ -211,21 +212,6 @@ def test_finish_reasons_are_told_apart_and_counted(kit):
         assert len(turn.tokens) == {"eos": 3, "stop": 4, "length": 5, "context": 2}[name]
         assert d.server.stats()[f"finish_{name}"] == 1
         d.server.release(f"{name}#0")
-
-
-def test_the_next_block_starts_before_tokens_of_slots_that_go_on_are_delivered(kit):
-    d = kit.decode()
-    d.gate.close()
-    going_on = d.turns.start(kit.request("a", max_new_tokens=12))
-    d.gate.arrive()
-    ending = d.turns.start(kit.request("b", max_new_tokens=4))
-    d.gate.step()  # a block of "a" alone; "b" was delivered to the server behind it
-    assert d.server.stats()["decode_tokens"] == 4  # for a command
-    d.gate.step()
-    assert len(ending.result(kit.PATIENCE_S).tokens) == 4
-    assert d.server.stats()["decode_tokens"] == 8  # "b"'s; those of "a" wait for the block before
-    d.gate.open()
-    assert going_on.result(kit.PATIENCE_S).tokens.tolist() == d.engine.expected([1, 2, 3], 12)
 
 
 def test_abort_returns_what_was_sampled_and_keeps_the_history(kit):
@@ -426,15 +412,17 @@ def test_event_stream_tells_one_ordered_story(kit):
     assert list(numbers) == list(range(len(events)))
     assert [type(e) for e in events] == [Swapped, Started, Tokens, Tokens, Finished, Swapped]
     started, first, second = events[1:4]
-    assert (started.key, started.slot, started.epoch) == ("a#0.0", first.slot, first.epoch)
-    assert [len(first.tokens), len(second.tokens)] == [4, 2]
+    assert (started.key, started.epoch) == ("a#0.0", first.block.slot_epoch[started.slot])
+    assert [first.counts[started.slot], second.counts[started.slot]] == [4, 2]
 
 
 def test_tokens_of_an_epoch_that_is_over_are_refused_and_counted(kit):
     d = kit.decode()
     d.turns.run(kit.request())
-    none = np.zeros(3, np.int32)
-    d.server._events.write(Tokens(0, 0, 0, none, none, none))  # the thread is idle: nothing races
+    over = d.server.events()[-2][1]  # of the last block, whose epoch is over; it made 2 tokens
+    d.server._events.write(
+        replace(over, counts=over.counts + [1, 0, 0, 0])
+    )  # the thread is idle: nothing races
     assert d.server.stats()["stale_tokens"] == 3
     turn = d.turns.run(kit.request("b"))
     assert turn.tokens.tolist() == d.engine.expected([1, 2, 3], 6)
