@@ -213,10 +213,6 @@ class PrefixTree:
             self._unlist(node, unlisted)
         return len(self.pool.drop(unlisted))
 
-    def forget_versions_before(self, version: int) -> int:
-        """Forget all origins of older versions. Returns: how many pages became free."""
-        return sum(self.forget(origin) for origin in self.origins if origin.version < version)
-
     def check(self) -> None:
         """Walk everything and assert the invariants; for tests."""
         self._recount()

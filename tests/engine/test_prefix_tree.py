@@ -212,15 +212,6 @@ def test_forgotten_pages_stay_with_those_who_hold_them(kit):
     assert kit.match(range(8), B)[1] == 8
 
 
-def test_old_versions_are_forgotten(kit):
-    for version in (1, 2, 3):
-        kit.request(range(8), Origin(version))
-    kit.request(range(4), Origin(2, owner="s"))
-    assert kit.tree.forget_versions_before(3) == 5
-    assert kit.tree.origins == (Origin(3),)
-    kit.tree.check()
-
-
 def test_a_page_under_two_origins_is_held_once_and_free_after_both(kit):
     """A turn that saw a swap lists the old version's shared pages again, under its own origin."""
     mixed = Origin(2, owner="s")
@@ -264,7 +255,7 @@ def test_stale_entries_do_not_pile_up():
     kit = Kit(num_pages=4)
     for version in range(2000):
         kit.request(range(8), Origin(version))
-        kit.tree.forget_versions_before(version)
+        kit.tree.forget(Origin(version - 1))
     assert len(kit.tree._heap) < 100
 
 
