@@ -3,7 +3,7 @@
 Owns: the last blocks' tokens, and each slot's epoch and the length of its history. Its writer is the server's thread.
 Invariants: a block costs a few numpy operations over all slots, however many go on; tokens of an epoch that is over are
 not counted for who has the slot now; a block is kept until no turn that it may belong to is in a slot, and up to
-PRUNE_EVERY more.
+PRUNE_EVERY more while anybody generates.
 Must not: know requests or sessions, or write to a block.
 """
 
@@ -68,7 +68,8 @@ class BlockLog:
 
     def add(self, event: Tokens, now_s: float) -> tuple[int, int]:
         """A block's tokens. Returns: how many counted, and how many were of an epoch that is over."""
-        counts = np.where(event.block.slot_epoch == self._epochs, event.counts, 0)
+        assert event.block is not None, "it is consumed before the ring has it"
+        counts = np.where(event.epochs == self._epochs, event.counts, 0)
         self.num_tokens += counts
         number = self._first + len(self._blocks)
         if number % PRUNE_EVERY == 0:
@@ -86,6 +87,9 @@ class BlockLog:
         """
         blocks = self._blocks[int(self._since[slot]) - self._first :]
         self._epochs[slot], self.num_tokens[slot], self._since[slot] = NOBODY, 0, NEVER
+        if not self.is_running.any():
+            self._first += len(self._blocks)
+            self._blocks = []
         counted = [block for block in blocks if block.counts[slot]]
         by_version = groupby(counted, attrgetter("version"))
         return [_join(slot, list(run), is_filtered) for _, run in by_version]

@@ -367,7 +367,8 @@ class DecodeServer:
 
     def _deliver(self, block: BlockTokens) -> None:
         """Tokens and ends of one block, to the event stream."""
-        self._events.write(Tokens(self.version, block, block.valid.sum(axis=1)))
+        counts, epochs = block.valid.sum(axis=1), block.slot_epoch.copy()
+        self._events.write(Tokens(self.version, epochs, counts, block))
         for slot in np.flatnonzero(block.finish != RUNNING).tolist():
             self._ended(block, slot)
 

@@ -4,13 +4,13 @@ Invariants: the server's thread is the only writer; every event is consumed (by 
 before the next is written, so "slot s now belongs to request r" (Started) and "tokens of slot s"
 (Tokens) can never be seen in another order; both carry epochs of slots, and tokens of an epoch
 that is over are refused and counted. Every request that was accepted ends in exactly one Finished.
-The last events stay in a bounded ring for inspection.
+The last events stay in a bounded ring for inspection, without the arrays of their blocks.
 Must not: be written or consumed from another thread.
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,10 +34,11 @@ class Tokens:
     """What one block made, of all slots at once: the host's work for a slot that goes on is a few numpy elements."""
 
     version: int  # of the weights that made them
-    block: BlockTokens  # on the host, never written again
-    counts: (
-        np.ndarray
-    )  # i32[S] tokens of each slot, the first ones of its row; they belong to block.slot_epoch
+    epochs: np.ndarray  # i32[S] whose tokens they are
+    counts: np.ndarray  # i32[S] tokens of each slot, the first ones of its row
+    block: (
+        BlockTokens | None
+    )  # on the host, never written again; None in the ring, which would hold on to its arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,8 @@ class EventStream:
         self._num_events = 0
 
     def write(self, event: Event) -> None:
-        self._ring.append((self._num_events, event))
+        kept = replace(event, block=None) if isinstance(event, Tokens) else event
+        self._ring.append((self._num_events, kept))
         self._num_events += 1
         self._consume(event)
 

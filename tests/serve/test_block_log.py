@@ -23,7 +23,7 @@ def block(number: int, counts, epochs, *, version: int = 0, support: bool = Fals
         nan=np.zeros(S, bool),
         support=np.repeat(tokens[..., None], 2, axis=2) if support else None,
     )
-    return Tokens(version, made, np.array(counts))
+    return Tokens(version, made.slot_epoch, np.array(counts), made)
 
 
 def test_a_slot_gets_its_own_tokens_since_it_started():

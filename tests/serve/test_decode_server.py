@@ -412,7 +412,7 @@ def test_event_stream_tells_one_ordered_story(kit):
     assert list(numbers) == list(range(len(events)))
     assert [type(e) for e in events] == [Swapped, Started, Tokens, Tokens, Finished, Swapped]
     started, first, second = events[1:4]
-    assert (started.key, started.epoch) == ("a#0.0", first.block.slot_epoch[started.slot])
+    assert (started.key, started.epoch) == ("a#0.0", first.epochs[started.slot])
     assert [first.counts[started.slot], second.counts[started.slot]] == [4, 2]
 
 
@@ -420,9 +420,8 @@ def test_tokens_of_an_epoch_that_is_over_are_refused_and_counted(kit):
     d = kit.decode()
     d.turns.run(kit.request())
     over = d.server.events()[-2][1]  # of the last block, whose epoch is over; it made 2 tokens
-    d.server._events.write(
-        replace(over, counts=over.counts + [1, 0, 0, 0])
-    )  # the thread is idle: nothing races
+    stale = replace(over, counts=over.counts + [1, 0, 0, 0], block=object())
+    d.server._events.write(stale)  # the thread is idle: nothing races
     assert d.server.stats()["stale_tokens"] == 3
     turn = d.turns.run(kit.request("b"))
     assert turn.tokens.tolist() == d.engine.expected([1, 2, 3], 6)

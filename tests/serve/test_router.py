@@ -315,6 +315,36 @@ def test_slow_and_fast_episodes_with_swaps_and_more_than_fit_all_finish(kit, kv,
     assert prefill.stats()["requests"] == prefill.stats()["finished"]
 
 
+def test_three_prefill_servers_one_slot_and_queues_of_one(kit):
+    """Who finds a queue full is told so, comes again, and is answered once."""
+    small = {"slots": 1, "chunk_requests": 1, "queue_size": 1}
+    d = kit.decode(**small)
+    prefill = [kit.prefill(name=f"prefill.{i}", **small) for i in range(3)]
+    router = Router([d.server], prefill, PLAN)
+    refused = 0
+
+    async def client(i):
+        nonlocal refused
+        context = [1 + i, 2, 3, 4, 5, 6]
+        while True:
+            try:
+                turn = await router.generate(kit.request(f"c{i}", context, max_new_tokens=5))
+                router.release(f"c{i}#0")
+                return context, turn
+            except TurnError as error:
+                assert error.retryable and "serve.queue_size=1" in str(error)
+                refused += 1
+                await asyncio.sleep(0.001)
+
+    async def clients():
+        return await asyncio.gather(*(client(i) for i in range(12)))
+
+    for context, turn in run(clients()):
+        assert turn.tokens.tolist() == d.engine.expected(context, 5)
+    stats = d.server.stats()
+    assert refused > 0 and stats["finished"] == 12 and stats["waiting"] == stats["running"] == 0
+
+
 def test_a_server_of_another_chat_template_is_refused_with_both_hashes(kit):
     """L6: what it would be sent was rendered in another way than it was started for."""
     ours, theirs = "a" * 64, "b" * 64

@@ -1,6 +1,9 @@
 """Router, prefill server and decode server round real engines: how often KV is computed, and the bits."""
 
 import asyncio
+import gc
+import os
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -31,14 +34,13 @@ def world():
         servers.append(kind(name, kind.kind, engine, serve))
         servers[-1].start()
     init = jax.jit(model.init)
-    weights = {v: {n: x * 4 for n, x in init(jax.random.key(v)).items()} for v in range(3)}
+    weights = {v: init(jax.random.key(v)) for v in range(3)}
 
-    def publish(version, kv="recompute"):
-        for server in servers:
-            placed = {
-                n: jax.device_put(x, server.param_shardings[n])
-                for n, x in weights[version % 3].items()
-            }
+    def publish(version, kv="recompute", scale=4, to=servers):
+        """scale: of the weights. At 4 a token depends on much of its context, and log-probs hold fewer digits."""
+        for server in to:
+            given = {n: x * scale for n, x in weights[version % 3].items()}
+            placed = {n: jax.device_put(x, server.param_shardings[n]) for n, x in given.items()}
             server.stage(f"v{version}", version, 0, placed)
             server.commit(f"v{version}", kv, 60.0)
 
@@ -46,9 +48,7 @@ def world():
     publish(0)
     decode.wait_ready(120)
     router = Router([decode], [prefill], SimpleNamespace(pools_for=lambda tag: ()))
-    yield SimpleNamespace(
-        publish=publish, router=router, prefill=prefill, decode=decode, weights=weights
-    )
+    yield SimpleNamespace(publish=publish, router=router, prefill=prefill, decode=decode)
     for server in servers:
         server.close()
 
@@ -144,10 +144,8 @@ def tight(world):
 
 def test_preempted_aborted_shared_and_chunked_turns_are_those_of_an_idle_server(world, tight, kit):
     """Greedy tokens equal and log-probs to 1e-5, on a server that has room for one long history and a little."""
-    world.publish(11)
-    placed = {n: jax.device_put(x, tight.param_shardings[n]) for n, x in world.weights[2].items()}
-    tight.stage("v11", 11, 0, placed)
-    tight.commit("v11", "recompute", 60.0)
+    world.publish(11, scale=1)
+    world.publish(11, scale=1, to=[tight])
     tight.wait_ready(120)
     rng = np.random.default_rng(1)
     trunk = rng.integers(8, 264, 40).tolist()
@@ -211,11 +209,13 @@ def test_what_the_prefill_server_found_is_what_a_cold_one_computes(world, kit):
         assert sum(got) == len(context) - 1
         return turn, got
 
-    world.publish(12)
+    world.publish(12, scale=1)
     warm = [served(12, f"warm{i}", context) for i, context in enumerate(contexts)]
     assert [found for _, (found, _) in warm] == [0, 37, 66, 37, 66]
     for i, (context, (turn, _)) in enumerate(zip(contexts, warm)):
-        world.publish(15 + 3 * i)  # the same weights, and nothing of an older version is found
+        world.publish(
+            15 + 3 * i, scale=1
+        )  # the same weights, and nothing of an older version is found
         cold, (found, computed) = served(15 + 3 * i, f"cold{i}", context)
         assert (found, computed) == (0, len(context) - 1)
         assert cold.tokens.tolist() == turn.tokens.tolist()
@@ -224,7 +224,7 @@ def test_what_the_prefill_server_found_is_what_a_cold_one_computes(world, kit):
 
 def test_a_suffix_from_the_prefill_server_is_the_one_appended_in_place(world, kit):
     """Greedy tokens equal and log-probs to 1e-5, suffixes of 30 behind histories of other lengths."""
-    world.publish(33)
+    world.publish(33, scale=1)
     local = Router([world.decode], [], SimpleNamespace(pools_for=lambda tag: ()))
 
     async def played(router, uid):
@@ -238,7 +238,7 @@ def test_a_suffix_from_the_prefill_server_is_the_one_appended_in_place(world, ki
         return turns
 
     want = asyncio.run(played(local, "appended"))
-    world.publish(36)  # the same weights, and nothing to be found
+    world.publish(36, scale=1)  # the same weights, and nothing to be found
     before = world.decode.stats()["received_tokens"]
     limit = world.decode.engine.settings
     world.decode.engine.settings = replace(limit, append_limit=29)
@@ -253,3 +253,74 @@ def test_a_suffix_from_the_prefill_server_is_the_one_appended_in_place(world, ki
     for got, expected in zip(turns, want, strict=True):
         assert got.tokens.tolist() == expected.tokens.tolist()
         np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
+
+
+def greedy(kit, router, prompts, name):
+    """A turn of 4 tokens for each prompt, 8 at a time."""
+
+    async def turns():
+        room = asyncio.Semaphore(8)
+
+        async def ask(i, prompt):
+            async with room:
+                turn = await router.generate(
+                    kit.request(f"{name}{i}", prompt, temperature=0.0, max_new_tokens=4)
+                )
+                router.release(f"{name}{i}#0")
+                return turn
+
+        return await asyncio.gather(*(ask(i, prompt) for i, prompt in enumerate(prompts)))
+
+    return asyncio.run(turns())
+
+
+def test_64_prompts_are_answered_alike_by_one_mesh_two_and_a_split_one(world, kit):
+    """Greedy tokens equal and log-probs to 1e-5: colocated, prefill and decode apart, and tensor-parallel."""
+    world.publish(40, scale=1)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(8, 264, rng.integers(1, 100)).tolist() for _ in range(64)]
+    anyone = SimpleNamespace(pools_for=lambda tag: ())
+    mesh = make_mesh({"tensor": 2}, jax.devices()[2:4])
+    model, _ = tiny_model()
+    engine = JaxEngine(model, mesh, SERVE_RULES, SETTINGS, "wide")
+    wide = DecodeServer("wide", "decode", engine, ServeSettings())
+    wide.start()
+    try:
+        world.publish(40, scale=1, to=[wide])
+        wide.wait_ready(120)
+        alone = greedy(kit, Router([world.decode], [], anyone), prompts, "one")
+        moved = world.prefill.stats()["sent_tokens"]
+        for name, decode in (("split", world.decode), ("wide", wide)):
+            found = greedy(kit, Router([decode], [world.prefill], anyone), prompts, name)
+            for got, want in zip(found, alone, strict=True):
+                assert got.tokens.tolist() == want.tokens.tolist()
+                np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+        assert world.prefill.stats()["sent_tokens"] > moved
+        assert wide.stats()["received_tokens"] > 0
+    finally:
+        wide.close()
+
+
+def held():
+    """What a process must not gather: device arrays and their bytes, threads, files."""
+    gc.collect()
+    arrays = jax.live_arrays()
+    num_files = len(os.listdir("/proc/self/fd"))
+    return len(arrays), sum(x.nbytes for x in arrays), threading.active_count(), num_files
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="files are counted in /proc")
+def test_turns_and_swaps_leave_nothing_behind(world, kit):
+    """Lessons L25 and L26: five publishes and 60 episodes later the devices hold what they held."""
+    play = lambda name: asyncio.run(episode(world, kit, name, 3))
+    for version in (41, 42):
+        world.publish(version)
+        play(f"warm{version}")
+    before = held()
+    for version in range(43, 48):
+        world.publish(version, kv="keep" if version % 2 else "recompute")
+        for i in range(12):
+            play(f"left{version}.{i}")
+    after = held()
+    assert after[0] <= before[0] and after[1] <= before[1]
+    assert after[2] <= before[2] and after[3] <= before[3]
