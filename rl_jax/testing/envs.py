@@ -88,7 +88,7 @@ class EchoEnv:
 
 
 class EvenEnv:
-    """Asks `turns` times for a text whose first character has an even code; the sum of the rewards is 1 if all had.
+    """Asks `turns` times for a text whose first character has an even code; the reward is the share of those that had.
 
     An untrained policy meets it half of the time, so a group's rewards differ from the first step on.
     """
@@ -96,8 +96,7 @@ class EvenEnv:
     splits = ("train", "eval")
 
     def __init__(self):
-        self._left = 0
-        self._all = True
+        self._left = self._turns = 0
 
     @classmethod
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
@@ -108,15 +107,16 @@ class EvenEnv:
         ]
 
     def reset(self, task: Task, seed: int) -> StepResult:
-        self._left, self._all = task.payload["turns"], True
+        self._left = self._turns = task.payload["turns"]
         return StepResult((Message("user", f"even {task.payload['number']}"),))
 
     def step(self, action: Action) -> StepResult:
         self._left -= 1
-        self._all = self._all and action.text[:1] != "" and ord(action.text[0]) % 2 == 0
+        is_even = action.text[:1] != "" and ord(action.text[0]) % 2 == 0
+        reward = is_even / self._turns
         if not self._left:
-            return StepResult((), float(self._all), True)
-        return StepResult((Message("user", f"again {len(action.text)}"),), 0.0)
+            return StepResult((), reward, True)
+        return StepResult((Message("user", f"again {len(action.text)}"),), reward)
 
     def close(self) -> None:
         pass
