@@ -14,6 +14,7 @@ from rl_jax.driver import Driver
 from rl_jax.engine.engine import JaxEngine
 from rl_jax.exit_codes import exit_code
 from rl_jax.mesh import build
+from rl_jax.rollout.traces import read_traces
 
 CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
 
@@ -114,3 +115,35 @@ def test_server_that_dies_while_it_compiles_ends_the_run_by_name_with_exit_code_
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     assert "decode.1: its thread died while compiling: ValueError: no such instruction" in line
     assert "no such instruction" in (tmp_path / "logs" / "latest" / "driver.log").read_text()
+
+
+LAKE = """
+from ml_collections import ConfigDict
+from tests.job_config import get_config as base
+
+def get_config(arg=""):
+    config = base()
+    config.engine.context = config.learner.row_tokens = 512
+    config.algorithm.name = "reinforce_pp"
+    config.rollout.update(batch_groups=1, group_size=1, max_turns=10)
+    lake = {"num_maps": 2, "frozen_share": 0.9, "instructions": ""}
+    config.tasks.sources = [ConfigDict({"tag": "lake", "env": "frozen_lake", "config": lake})]
+    return config
+"""
+
+
+@pytest.mark.slow
+def test_an_episode_of_ten_turns_on_the_lake_computes_each_tokens_kv_once(tmp_path):
+    (tmp_path / "lake.py").write_text(LAKE)
+    words = ["--mode=rollout_only", "--config.steps=1", "--mesh=split_8:train2"]
+    run_dir = tmp_path / "run"
+    assert launch.main([f"--config={tmp_path / 'lake.py'}", f"--run_dir={run_dir}", *words]) == 0
+    (episode,) = read_traces(run_dir / "rollouts/step_1/train")
+    (row,) = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+    names = ("prefill_tokens", "append_tokens", "decode_tokens", "recompute_tokens")
+    computed = {name: row[f"serve/{name}"] for name in names}
+    assert len(episode.turns) == 10
+    assert sum(computed.values()) == len(episode.tokens) - 1, (
+        computed
+    )  # nothing follows the last one
+    assert computed["recompute_tokens"] == 0
