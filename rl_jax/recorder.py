@@ -218,7 +218,7 @@ class Recorder:
 def group_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     """Rewards, lengths and finish reasons of a step's groups; what their tokens weigh, the learner knows."""
     trajectories = [t for g in groups for t in g.trajectories]
-    row = {**_reward_metrics(groups, ""), **_length_metrics(trajectories)}
+    row = {**_reward_metrics(groups, ""), **_length_metrics(trajectories), **_parts(trajectories)}
     tags = sorted({g.tag for g in groups})
     if len(tags) > 1:
         for tag in tags:
@@ -230,15 +230,28 @@ def _reward_metrics(groups: Sequence[Group], suffix: str) -> dict[str, Metric]:
     values = [t.reward.value for g in groups for t in g.trajectories if t.reward.value is not None]
     if not values:
         return {}
-    flat = [len({t.reward.value for t in g.trajectories}) == 1 for g in groups]
+    of_groups = [[t.reward.value for t in g.trajectories] for g in groups]
+    low, high = np.percentile(values, [10, 90])
+    single = {"min": min(values), "max": max(values), "p10": low, "p90": high}
     row = {
         f"reward/mean{suffix}": Metric.of(values),
         f"reward/success{suffix}": Metric.of([v == 1.0 for v in values]),
-        f"reward/zero_std_groups{suffix}": Metric.of(flat),
+        f"reward/zero_std_groups{suffix}": Metric.of(len(set(v)) == 1 for v in of_groups),
+        f"reward/solved_all_groups{suffix}": Metric.of(set(v) == {1.0} for v in of_groups),
+        f"reward/solved_no_groups{suffix}": Metric.of(1.0 not in v for v in of_groups),
+        **{f"reward/{name}{suffix}": Metric(float(v), 1) for name, v in single.items()},
     }
     if len(values) > 1:
         row[f"reward/std{suffix}"] = Metric(float(np.std(values, ddof=1)), 1)
     return row
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
+    found: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.reward.parts.items():
+            found.setdefault(name, []).append(value)
+    return {f"reward/part.{name}": Metric.of(values) for name, values in sorted(found.items())}
 
 
 def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
@@ -249,6 +262,10 @@ def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
         "length/response_p90": Metric(
             float(np.percentile(sampled, 90)) if sampled else math.nan, 1
         ),
+        "length/response_ended": Metric.of(
+            n for t, n in zip(trajectories, sampled) if t.outcome is not Outcome.TRUNCATED
+        ),
+        "length/response_max": Metric(float(max(sampled, default=math.nan)), 1),
         "length/turns": Metric.of(len(t.turns) for t in trajectories),
         "length/truncated": Metric.of(t.outcome is Outcome.TRUNCATED for t in trajectories),
     }

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rl_jax.metrics import Metric
+from rl_jax.metrics import Metric, unknown_names
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder, group_metrics
 from rl_jax.settings import MetricsSettings
@@ -57,6 +57,22 @@ def test_row_says_how_turns_and_episodes_ended():
     assert row["length/truncated"].mean == 0.5
     assert (row["length/response"].mean, row["length/turns"].mean) == (4.0, 2.0)
     assert row["reward/success"].mean == 0.5
+    assert (row["length/response_ended"].mean, row["length/response_max"].mean) == (6.0, 6.0)
+
+
+def test_row_says_how_rewards_lie_and_which_groups_are_solved():
+    rewards = [[1.0, 1.0], [0.0, 0.0], [0.5, 1.0], [0.25, 0.25]]
+    groups = [fake_group(i, values, [12, 12]) for i, values in enumerate(rewards)]
+    first = groups[0].trajectories[0]
+    parts = replace(first, reward=replace(first.reward, parts={"env": 0.75, "format": 0.25}))
+    groups[0] = replace(groups[0], trajectories=(parts, groups[0].trajectories[1]))
+    row = {name: metric.mean for name, metric in group_metrics(groups).items()}
+    assert not unknown_names(row)
+    found = [row[f"reward/{name}"] for name in ("min", "max", "p10", "p90")]
+    np.testing.assert_allclose(found, [0.0, 1.0, *np.percentile(np.ravel(rewards), [10, 90])])
+    assert row["reward/solved_all_groups"] == 0.25 and row["reward/solved_no_groups"] == 0.5
+    assert row["reward/zero_std_groups"] == 0.75
+    assert (row["reward/part.env"], row["reward/part.format"]) == (0.75, 0.25)
 
 
 def test_rates_of_a_step_leave_out_the_tokens_of_an_evaluation_before_it(recorder):
