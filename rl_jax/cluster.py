@@ -16,6 +16,7 @@ from rl_jax.engine.engine import JaxEngine
 from rl_jax.lowering import Program
 from rl_jax.mesh import Meshes, MeshPlan
 from rl_jax.models.decoder import Model
+from rl_jax.serve.balance import Balance
 from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.serve.router import Router
@@ -24,6 +25,11 @@ from rl_jax.types import MAX_SUPPORT
 
 LOG = logging.getLogger(__name__)
 
+ROUTED = (
+    "prefilled_suffixes",
+    "stalled_servers",
+    "role_moves",
+)  # the router's counters that make metrics
 LOOK_S = 1.0  # while one server compiles, the others are looked at so often
 
 
@@ -44,7 +50,9 @@ class InProcCluster:
     ):
         """template_sha256: of the Renderer whose tokens the servers will get."""
         self.plan = plan
-        self.prefill: list[PrefillServer] = []
+        self._is_auto = settings.serve.pd_balance == "auto"
+        # By the role that they begin in.
+        self.prefill: list[PrefillServer | DecodeServer] = []
         self.decode: list[DecodeServer] = []
         top_k = settings.rollout.top_k
         support = top_k if top_k <= MAX_SUPPORT else 0  # more is sampled by --mode=eval only
@@ -53,29 +61,20 @@ class InProcCluster:
                 model, meshes.servers[server.name], server.rules, settings.engine, server.name,
                 support=support,
             )  # fmt: skip
-            if server.kind == "prefill":
-                self.prefill.append(
-                    PrefillServer(
-                        server.name,
-                        server.pool,
-                        engine,
-                        settings.serve,
-                        template_sha256=template_sha256,
-                    )
+            make = PrefillServer if server.kind == "prefill" and not self._is_auto else DecodeServer
+            (self.prefill if server.kind == "prefill" else self.decode).append(
+                make(
+                    server.name,
+                    server.pool,
+                    engine,
+                    settings.serve,
+                    tags=server.tags,
+                    hardware=server.hardware,
+                    template_sha256=template_sha256,
                 )
-            else:
-                self.decode.append(
-                    DecodeServer(
-                        server.name,
-                        server.pool,
-                        engine,
-                        settings.serve,
-                        tags=server.tags,
-                        hardware=server.hardware,
-                        template_sha256=template_sha256,
-                    )
-                )
-        self.router = Router(self.decode, self.prefill, plan, template_sha256)
+            )
+        balance = Balance() if self._is_auto else None
+        self.router = Router(self.decode, self.prefill, plan, template_sha256, balance)
 
     @property
     def targets(self) -> Sequence[PrefillServer | DecodeServer]:
@@ -86,7 +85,7 @@ class InProcCluster:
         """Cumulative counters of all servers, summed, and of the router what servers cannot count."""
         routed = self.router.stats()
         total: Counter[str] = Counter()
-        total.update({name: routed[name] for name in ("prefilled_suffixes", "stalled_servers")})
+        total.update({name: routed[name] for name in ROUTED})
         for server in self.targets:
             total.update({k: v for k, v in server.stats().items() if isinstance(v, (int, float))})
         return dict(total)
@@ -96,10 +95,11 @@ class InProcCluster:
         seen = []
         engines = {server.name: server.engine for server in self.targets}
         for server in self.plan.servers:
-            kind = (server.kind, server.axes, server.rules)
+            decodes = server.kind != "prefill" or self._is_auto
+            kind = (decodes, server.axes, server.rules)
             if kind not in seen:
                 seen.append(kind)
-                yield from engines[server.name].lower(decode=server.kind != "prefill")
+                yield from engines[server.name].lower(decode=decodes)
 
     def start(self) -> None:
         for server in self.targets:

@@ -144,6 +144,7 @@ METRICS = {
     "serve/long_appends": "suffixes over engine.append_limit that a decode server appended itself, in the step",
     "serve/prefilled_suffixes": "suffixes of live histories that prefill servers computed, in the step",
     "serve/stalled_servers": "servers fenced because they made no progress, in the step",
+    "serve/role_moves": "servers that went over from prefill to decode or back (serve.pd_balance), in the step",
     "episodes/issued": "attempts issued since the start of the run",
     "episodes/completed": "of these, ended by their environment and scored",
     "episodes/truncated": "of these, cut (.length, .context, .turn_limit, .tool_limit) and scored",

@@ -29,6 +29,7 @@ from rl_jax.models.value import ValueModel, value_model
 from rl_jax.resume import checkpoint_steps
 from rl_jax.role_source import needed_roles
 from rl_jax.rollout.worker import EnvPool
+from rl_jax.serve.roles import AHEAD
 from rl_jax.settings import AlgorithmSettings, Settings
 
 ADAM_MOMENTS = 2
@@ -112,7 +113,11 @@ def step_line(setting: Setting) -> str:
     """How much a step samples, beside what the servers hold at once."""
     s = setting.settings
     num = s.rollout.batch_groups * s.rollout.group_size
-    slots = s.engine.slots * sum(server.kind != "prefill" for server in setting.plan.servers)
+    servers = setting.plan.servers
+    num = sum(server.kind != "prefill" for server in servers)
+    if s.serve.pd_balance == "auto":
+        num = min(len(servers), int(AHEAD * num))
+    slots = s.engine.slots * num
     most = s.learner.row_tokens
     return (
         f"a step: {s.rollout.batch_groups:,} groups of {s.rollout.group_size} = {num:,} episodes, at most"

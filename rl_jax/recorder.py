@@ -29,7 +29,7 @@ from rl_jax.types import FinishReason, Group, Outcome, Trajectory
 SUMMARY = "summary.json"
 SERVED = (  # the servers' counters that make metrics
     "prefill_tokens", "found_tokens", "received_tokens", "cached_tokens", "append_tokens", "recompute_tokens",
-    "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers",
+    "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers", "role_moves",
 )  # fmt: skip
 
 

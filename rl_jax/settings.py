@@ -130,6 +130,9 @@ class ServeSettings:
     # chunk or a block ever takes, behind a train step where that runs on the same devices
     progress_timeout_s: float = 120.0
     stop_deadline_s: float = 10.0  # for close() to join a server's thread
+    # which servers prefill and which decode. fixed: as their pools say | auto: at the start, then by how long prefixes
+    # and turns wait; every server compiles what both roles need
+    pd_balance: str = "fixed"
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ TOP_LEVEL = (
     "mesh_configs",
 )  # packages that must come from one checkout
 
+MIN_BALANCED = 3  # servers, for two splits to choose from
+
 # Key -> the interval its number must lie in. A key that is absent is checked by a rule, by MeshPlan.check, or is free.
 INTERVALS = {
     "seed": "[0, 9223372036854775807]",
@@ -171,6 +173,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "critic.schedule": ("constant", "linear", "cosine"),
     "learner.remat": ("none", "elementwise", "layer"),
     "learner.attention": ("auto", "plain", "cudnn", "splash"),
+    "serve.pd_balance": ("fixed", "auto"),
     "weights.kv": ("recompute", "keep"),
     "metrics.progress": PROGRESS_FORMS,
     "cluster.backend": ("inproc",),
@@ -457,4 +460,10 @@ def _mode_errors(s: Settings, mode: str) -> Iterator[str]:
 
 def _mesh_errors(s: Settings) -> list[str]:
     plan = MeshPlan.from_settings(s.mesh, s.model)
-    return plan.check(s.model, plan.num_devices, s.learner, s.engine)
+    errors = plan.check(s.model, plan.num_devices, s.learner, s.engine)
+    if s.serve.pd_balance == "auto" and 0 < len(plan.servers) < MIN_BALANCED:
+        errors.append(
+            f"serve.pd_balance=auto has no server to move on mesh {plan.name}, which has {len(plan.servers)}: one"
+            f" prefills and one decodes always; use a mesh of at least {MIN_BALANCED} servers, or fixed"
+        )
+    return errors

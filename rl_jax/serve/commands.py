@@ -9,13 +9,14 @@ Must not: be waited on without a deadline.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
 
 OnDone = Callable[[Turn | TurnError], None]
+OnPrefix = Callable[[Prefix | TurnError, Mapping[str, float]], None]  # result, times_s
 
 
 class Reply:
@@ -68,6 +69,31 @@ class Add:
     prefix: Prefix | None
     on_done: OnDone
     arrived_s: float  # time.monotonic()
+    job: "PrefixJob | None" = (
+        None  # nothing is generated: the KV of the context[:-1] goes to another server
+    )
+
+
+@dataclass(eq=False)
+class PrefixJob:
+    """Where a decode server sends a prefix that it computes for another one."""
+
+    server: str  # that computes it
+    target: Any  # DecodeServer
+    start: int  # the first token that the target lacks, at a page's begin
+    on_prefix: OnPrefix
+    prefix: Prefix | None = None  # once it is there, and how long that took
+    transfer_s: float = 0.0
+
+    def done(self, result: Turn | TurnError) -> None:
+        """The OnDone of its request."""
+        if isinstance(result, TurnError):
+            self.on_prefix(result, {})
+        elif self.prefix is None:
+            self.on_prefix(TurnError("closed", self.server, "aborted"), {})
+        else:
+            times_s = {name: result.times_s[name] for name in ("queue", "prefill")}
+            self.on_prefix(self.prefix, {**times_s, "transfer": self.transfer_s})
 
 
 @dataclass(frozen=True)

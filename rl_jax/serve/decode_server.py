@@ -7,21 +7,23 @@ One iteration of the loop, between any two of which commands are obeyed:
 Prefix handed over is used if its version allows it.
 4. At most one chunk extends KV: suffixes and contexts that came without a Prefix,
    rebuilding after a swap.
-5. Turns whose KV is complete are armed (Started). 6. One block is generated, unless other turns
-   still wait for KV and serve.chunks_per_block is not reached: a block costs much the same for few
-   as for many. Its tokens (Tokens) and ends (Finished) are written to the event stream, each with
-   the version of the weights that made them.
+5. Turns whose KV is complete are armed (Started); prefixes for other servers, which it computes in the
+   role of a prefill server (roles.py), are moved instead and end (Finished).
+6. One block is generated, unless other turns still wait for KV and serve.chunks_per_block is not
+   reached: a block costs much the same for few as for many. Its tokens (Tokens) and ends (Finished)
+   are written to the event stream, each with the version of the weights that made them.
 So a commit waits for one block and one chunk, never for a turn. Under `recompute` a swap parks all
 generating turns; each decodes again as soon as its own KV is rebuilt. Under `keep` they go on at
 once and their tokens are marked mixed.
 Invariants: every accepted request ends in exactly one on_done, on this thread; a request refused at
 the door (closed, fenced) is answered on the caller's. Nothing waits without a deadline, and an idle
 loop sleeps until a command or a deadline comes.
-Must not: hold a lock while it computes; know text, environments or other servers.
+Must not: hold a lock while it computes; know text, environments, or of other servers more than where a prefix goes.
 """
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,11 +33,12 @@ from kernels.kv import NO_PAGE
 from rl_jax.engine.chunks import pack
 from rl_jax.engine.state import FINISH_REASONS, RUNNING
 from rl_jax.serve import commands
-from rl_jax.serve.commands import Add, Command, Commit, Drain, OnDone
+from rl_jax.serve.commands import Add, Command, Commit, Drain, OnDone, OnPrefix, PrefixJob
 from rl_jax.serve.events import Event, EventStream, Finished, Parked, Started, Swapped, Tokens
+from rl_jax.serve.handover import batches, first_missing, send
 from rl_jax.serve.loop import Loop, Progress, answer
 from rl_jax.serve.paging import Paging
-from rl_jax.serve.rates import AppendRate
+from rl_jax.serve.rates import RATE_TOKENS, AppendRate, Rate
 from rl_jax.serve.request_table import RequestTable
 from rl_jax.serve.sessions import ActiveTurn, common_prefix
 from rl_jax.serve.staging import StagedWeights
@@ -93,7 +96,8 @@ class DecodeServer:
         self._chunks_in_row = 0  # since the last block
         self._drains: list[Drain] = []  # not empty: requests are refused until `resume`
         self._append_rate = AppendRate()
-        self._times = {"block_s": 0.0, "chunk_s": 0.0, "host_s": 0.0}
+        self._prefix_rate, self._move_rate = Rate(RATE_TOKENS), Rate(RATE_TOKENS)
+        self._times = {"block_s": 0.0, "chunk_s": 0.0, "host_s": 0.0, "transfer_s": 0.0}
 
     # --- life -------------------------------------------------------------------------------
 
@@ -129,6 +133,22 @@ class DecodeServer:
         else:
             self._refuse(add, self._loop.error())
 
+    def submit_prefix(
+        self, request: TurnRequest, target: Any, on_prefix: OnPrefix, held: int = 0
+    ) -> None:
+        """As PrefillServer.submit: ask for the KV of context[:-1] on the target's mesh. It takes a slot, under a key
+        and a session of its own, while it is computed.
+        """
+        start = first_missing(held, len(request.tokens) - 1, self.engine.spec.page_size)
+        job = PrefixJob(self.name, target, start, on_prefix)
+        # The turn itself may come here too, when its server is lost: no attempt is negative.
+        ask = replace(request, attempt=-1 - request.attempt, max_new_tokens=1, token_index=0)
+        add = Add(ask, None, job.done, time.monotonic(), job)
+        if self._loop.fenced is None:
+            self._loop.put(add)
+        else:
+            self._refuse(add, self._loop.error())
+
     def abort(self, uid: str, reason: str) -> None:
         """End every turn of the uid that was submitted before, with finish=ABORT and what was
         sampled.
@@ -154,6 +174,18 @@ class DecodeServer:
     def append_token_s(self) -> float | None:
         """Seconds that a token takes that is appended to a live history; None: not measured yet."""
         return self._append_rate.token_s
+
+    @property
+    def token_s(self) -> tuple[float, float] | None:
+        """As PrefillServer's: seconds that a token of a prefix for another server takes to be computed and moved."""
+        compute_s, move_s = self._prefix_rate.unit_s, self._move_rate.unit_s
+        return None if compute_s is None or move_s is None else (compute_s, move_s)
+
+    def queue_s(self, role: str) -> float:
+        """Seconds for which the longest-waiting request of the role (prefill: a prefix for another server; decode: a
+        turn) has been in the line for a slot and pages.
+        """
+        return self._table.longest_wait_s(role == "prefill", time.monotonic())
 
     @property
     def num_running(self) -> int:
@@ -270,6 +302,7 @@ class DecodeServer:
             table.admit(self.version)
             self._copy()
             self._extend()
+            self._hand_over()
             self._arm()
             if not table.num_filling or self._chunks_in_row >= self.settings.chunks_per_block:
                 self._generate()
@@ -293,10 +326,31 @@ class DecodeServer:
         tables = self._paging.tables[np.array([turn.session.slot for turn in turns])]
         self._state = self.engine.append(self._params, self._state, tables, chunk)
         self._times["chunk_s"] += time.perf_counter() - start
-        self._append_rate.chunk(sum(len(piece.tokens) for piece in pieces), start)
+        num_tokens = sum(len(piece.tokens) for piece in pieces)
+        if any(turn.job is not None for turn in turns):  # no block may follow that would pace it
+            jax.block_until_ready(self._state)
+            self._prefix_rate.add(num_tokens, time.perf_counter() - start)
+        self._append_rate.chunk(num_tokens, start)
         self._table.filled(turns, pieces, self.version)
         self._chunks_in_row += 1
         self._loop.num_done += 1
+
+    def _hand_over(self) -> None:
+        """Move prefixes for other servers that are complete."""
+        for batch in batches(self._table.take_whole(), self.engine.move_buckets[-1]):
+            self._loop.doing = f"moving {len(batch)} prefixes to {batch[0].target.name}"
+            start = time.monotonic()
+            prefixes = send(self.engine, self._state, batch, self.version)
+            took_s = time.monotonic() - start
+            num_tokens = sum(len(one.tokens) - one.start for one in batch)
+            self._move_rate.add(num_tokens, took_s)
+            self._times["transfer_s"] += took_s
+            self._table.counters["sent_tokens"] += num_tokens
+            self._loop.num_done += 1
+            for one, prefix in zip(batch, prefixes):
+                turn = one.owner
+                turn.armed_s, turn.job.prefix, turn.job.transfer_s = start, prefix, took_s
+                self._events.write(Finished(turn.request.key, FinishReason.LENGTH))
 
     def _arm(self) -> None:
         turns = self._table.take_ready()

@@ -90,6 +90,10 @@ class Paging:
         pages = self.tables[slot, : self.spec.pages_of(len(tokens))]
         self.tree.insert(origin, tokens, pages.tolist())
 
+    def pages_of(self, slot: int, start: int, end: int) -> np.ndarray:
+        """i32[n] pages that hold tokens [start, end) of the slot; start is a page's begin."""
+        return self.tables[slot, start // self.spec.page_size : self.spec.pages_of(end)].copy()
+
     def drop(self, slot: int) -> None:
         """The slot needs its pages no more; what is listed stays as long as nobody else needs the room."""
         count = self._counts[slot]

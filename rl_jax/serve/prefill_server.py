@@ -17,7 +17,7 @@ Must not: block on a decode server.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +26,12 @@ import numpy as np
 
 from rl_jax.engine.chunks import Piece, choose, pack
 from rl_jax.engine.prefix_tree import Origin
-from rl_jax.serve.commands import Abort, Commit, Fence
+from rl_jax.serve.commands import Abort, Commit, Fence, OnPrefix
+from rl_jax.serve.handover import Outgoing, batches, first_missing, send
 from rl_jax.serve.loop import Loop, Progress, answer
 from rl_jax.serve.paging import Found, Paging, chain
 from rl_jax.serve.rates import RATE_TOKENS, Rate
 from rl_jax.serve.staging import StagedWeights
-from rl_jax.serve.transfer import move, tokens_sha
 from rl_jax.settings import ServeSettings
 from rl_jax.types import Ack, Digest, Prefix, TurnError, TurnRequest
 
@@ -42,8 +42,6 @@ COUNTERS = (
     "requests", "finished", "failed", "aborted", "deadlines", "prefill_tokens", "found_tokens", "recompute_tokens",
     "sent_tokens", "chunks", "swaps", "callback_errors",
 )  # fmt: skip
-
-OnPrefix = Callable[[Prefix | TurnError, Mapping[str, float]], None]  # result, times_s
 
 
 @dataclass(eq=False)
@@ -138,7 +136,6 @@ class PrefillServer:
         now = time.monotonic()
         tokens = np.asarray(request.tokens[:-1], np.int32)
         page_size = self.engine.spec.page_size
-        held = max(0, min(held, len(tokens) - 1))
         job = Job(
             request,
             target,
@@ -147,7 +144,7 @@ class PrefillServer:
             deadline_s=now + request.deadline_s,
             tokens=tokens,
             chain=chain(tokens, page_size),
-            start=held // page_size * page_size,
+            start=first_missing(held, len(tokens), page_size),
         )
         if self._loop.fenced is None:
             self._loop.put(job)
@@ -338,46 +335,27 @@ class PrefillServer:
         self._hand_over([job for job in jobs if job.missing == 0])
 
     def _hand_over(self, whole: Sequence[Job]) -> None:
-        """List what is complete and move it: as few copies of pages as there are targets, and hold their number."""
+        """List what is complete, and move it."""
+        outgoing = []
         for job in whole:
             assert job.row is not None
             self._paging.share(job.row, self._origin(job), job.tokens)
-        most = self.engine.move_buckets[-1]
-        batches: list[list[Job]] = []
-        for job in sorted(whole, key=lambda job: job.target.name):
-            last = batches[-1] if batches else []
-            pages = self._num_pages(last) + self._num_pages([job])
-            if last and last[0].target is job.target and pages <= most:
-                last.append(job)
-            else:
-                batches.append([job])
-        for batch in batches:
+            pages = self._paging.pages_of(job.row, job.start, len(job.tokens))
+            outgoing.append(Outgoing(job, job.target, job.tokens, job.start, pages))
+        for batch in batches(outgoing, self.engine.move_buckets[-1]):
             self._move(batch)
 
-    def _num_pages(self, jobs: Sequence[Job]) -> int:
-        """That travel."""
-        spec = self.engine.spec
-        return sum(spec.pages_of(len(job.tokens)) - job.start // spec.page_size for job in jobs)
-
-    def _move(self, jobs: Sequence[Job]) -> None:
+    def _move(self, batch: Sequence[Outgoing]) -> None:
         start = time.monotonic()
-        spec, tables = self.engine.spec, self._paging.tables
-        counts = [self._num_pages([job]) for job in jobs]
-        begins = [job.start // spec.page_size for job in jobs]
-        rows = zip(jobs, begins, counts)
-        pages = np.concatenate([tables[job.row, at : at + n] for job, at, n in rows])
-        to = jobs[0].target.engine.prefix_sharding
-        kv = move(self.engine.extract(self._state, pages), self.engine.prefix_sharding, to)
+        prefixes = send(self.engine, self._state, batch, self.version)
         end = time.monotonic()
         self._counters["transfer_s"] += end - start
-        num_tokens = sum(len(job.tokens) - job.start for job in jobs)
+        num_tokens = sum(len(one.tokens) - one.start for one in batch)
         self._move_rate.add(num_tokens, end - start)
         self._loop.num_done += 1  # where the tree has everything, nothing else is done
         self._counters["sent_tokens"] += num_tokens
-        firsts = np.cumsum(counts) - counts
-        for job, first in zip(jobs, firsts.tolist()):
-            num_tokens, sha = len(job.tokens), tokens_sha(job.tokens)
-            prefix = Prefix(kv, first, job.start, num_tokens, self.version, None, sha, spec)
+        for one, prefix in zip(batch, prefixes):
+            job = one.owner
             job.times_s = {
                 "queue": job.started_s - job.arrived_s,
                 "prefill": start - job.started_s,

@@ -26,8 +26,9 @@ import numpy as np
 from rl_jax.engine.chunks import Piece, choose
 from rl_jax.engine.prefix_tree import Origin
 from rl_jax.serve.block_log import BlockLog
-from rl_jax.serve.commands import Add, OnDone
+from rl_jax.serve.commands import Add, OnDone, PrefixJob
 from rl_jax.serve.events import Event, Finished, Parked, Started, Swapped, Tokens
+from rl_jax.serve.handover import Outgoing
 from rl_jax.serve.loop import answer
 from rl_jax.serve.paging import Found, Paging, chain
 from rl_jax.serve.sessions import ActiveTurn, Phase, Session
@@ -38,8 +39,8 @@ from rl_jax.types import FinishReason, SlotSampling, Turn, TurnError
 COUNTERS = (
     "requests", "finished", "failed", "refused", "deadlines",
     "prefill_tokens", "append_tokens", "recompute_tokens", "decode_tokens", "received_tokens",
-    "cached_tokens", "long_appends", "refused_prefixes", "parked", "preempted", "stale_tokens", "callback_errors",
-    "blocks", "chunks", "swaps",
+    "cached_tokens", "found_tokens", "sent_tokens", "long_appends", "refused_prefixes", "parked", "preempted",
+    "stale_tokens", "callback_errors", "blocks", "chunks", "swaps",
 )  # fmt: skip
 
 
@@ -168,7 +169,8 @@ class RequestTable:
         for turn, piece in zip(turns, pieces):
             session, end = turn.session, piece.start + len(piece.tokens)
             again = max(0, min(end, session.computed) - piece.start)
-            new = "append_tokens" if turn.cached_prompt else "prefill_tokens"
+            is_append = turn.cached_prompt > 0 and turn.job is None
+            new = "append_tokens" if is_append else "prefill_tokens"
             self.counters["recompute_tokens"] += again
             self.counters[new] += len(piece.tokens) - again
             session.wrote_kv(end, version)
@@ -178,6 +180,11 @@ class RequestTable:
                 self._made(turn)
                 turn.phase = Phase.READY
                 self._ready.append(turn)
+
+    def take_whole(self) -> list[Outgoing]:
+        """Prefixes for other servers that are complete; the server moves them and writes Finished for each."""
+        whole = [turn for turn in self._ready if turn.job is not None]
+        return [self._outgoing(turn, turn.job) for turn in whole if turn.job is not None]
 
     def take_ready(self) -> list[ActiveTurn]:
         """Turns to arm now; the server writes Started for each."""
@@ -240,6 +247,17 @@ class RequestTable:
         """Turns in a slot that lack KV."""
         return len(self._filling)
 
+    def longest_wait_s(self, of_jobs: bool, now_s: float) -> float:
+        """Of the turns that wait for a slot and pages, or else of the prefixes for others; any thread may ask."""
+        return max(
+            (
+                now_s - turn.waits_from_s
+                for turn in tuple(self._waiting)
+                if (turn.job is not None) == of_jobs and turn.request.min_version <= self.version
+            ),
+            default=0.0,
+        )
+
     @property
     def has_work(self) -> bool:
         """Whether the next iteration could do anything."""
@@ -294,7 +312,7 @@ class RequestTable:
         session = self.sessions.get(request.session)
         if session is None:
             session = self.sessions[request.session] = Session(request.session, self.engine.context)
-        session.released = False
+        session.released = command.job is not None  # nobody comes back to it
         session.set_context(np.asarray(request.tokens, np.int32))
         added = session.tokens[session.reported : session.num_tokens - request.token_index]
         turn = ActiveTurn(
@@ -306,6 +324,7 @@ class RequestTable:
             deadline_s=command.arrived_s + request.deadline_s,
             prompt_tokens=added.copy(),
             order=(-request.priority, self._arrivals),
+            job=command.job,
         )
         self._arrivals += 1
         session.turn = turn
@@ -318,21 +337,29 @@ class RequestTable:
         self._wait(turn)
 
     def _wait(self, turn: ActiveTurn) -> None:
-        turn.phase, turn.chain = Phase.WAITING, None
+        turn.phase, turn.chain, turn.waits_from_s = Phase.WAITING, None, self.now_s
         bisect.insort(self._waiting, turn, key=lambda turn: turn.order)
         self._can_admit = True
 
-    def _origins(self, session: Session) -> list[Origin]:
-        """Where KV that the session may read now is listed; the best first."""
-        origins = [Origin(self.version)]
-        if self.kv_policy == "keep" and session.listed not in (None, origins[0]):
+    def _outgoing(self, turn: ActiveTurn, job: PrefixJob) -> Outgoing:
+        session = turn.session
+        assert session.slot is not None
+        tokens = session.tokens[: session.num_tokens - 1].copy()
+        pages = self.paging.pages_of(session.slot, job.start, len(tokens))
+        return Outgoing(turn, job.target, tokens, job.start, pages)
+
+    def _origins(self, turn: ActiveTurn) -> list[Origin]:
+        """Where KV that the turn may read now is listed; the best first. What goes to others is of one version."""
+        session, origins = turn.session, [Origin(self.version)]
+        keeps = self.kv_policy == "keep" and turn.job is None
+        if keeps and session.listed not in (None, origins[0]):
             origins.append(session.listed)
         return origins
 
     def _find(self, turn: ActiveTurn) -> Found:
         """What the tree has of the turn's history."""
         session = turn.session
-        return self.paging.find(self._origins(session), session.tokens[: session.num_tokens - 1])
+        return self.paging.find(self._origins(turn), session.tokens[: session.num_tokens - 1])
 
     def _chain(self, turn: ActiveTurn) -> list[int]:
         if turn.chain is None:
@@ -376,12 +403,13 @@ class RequestTable:
             turn.prefix = prefix = None
         session.found_kv(found.num_tokens, found.origin)
         turn.cached_prompt = found.num_tokens
-        self.counters["cached_tokens"] += found.num_tokens
+        counter = "cached_tokens" if turn.job is None else "found_tokens"
+        self.counters[counter] += found.num_tokens
         if prefix is not None:
             session.wrote_kv(prefix.num_tokens, prefix.version)
             self.counters["received_tokens"] += prefix.num_tokens - prefix.start
         limit = self.engine.append_limit  # 0: the router chose by cost
-        is_long = turn.cached_prompt > 0 and 0 < limit < turn.missing_kv
+        is_long = turn.cached_prompt > 0 and 0 < limit < turn.missing_kv and turn.job is None
         self.counters["long_appends"] += is_long
         if found.num_tokens < session.num_tokens - 1:
             first = found.num_tokens // self.paging.spec.page_size
@@ -490,15 +518,15 @@ class RequestTable:
         self.counters["swaps"] += 1
         self.kv_policy = event.kv
         self._can_admit = True
-        if event.kv == "keep":
-            return
         parked = [*self._running.values(), *self._ready, *self._filling]
-        self.counters["parked"] += len(self._running)
+        if event.kv == "keep":  # of a prefix for another server all KV is of one version
+            parked = [turn for turn in parked if turn.job is not None]
+        self.counters["parked"] += sum(turn.is_running for turn in parked)
         for turn in parked:
             self._leave(turn, keeps=False)
             turn.prefix, turn.cached_prompt = None, 0
             self._wait(turn)
-        for session in self.sessions.values():
+        for session in self.sessions.values() if event.kv != "keep" else ():
             session.drop_kv()
 
     def _remove(self, session: Session) -> None:

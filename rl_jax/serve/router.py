@@ -17,6 +17,8 @@ servers answer from their threads through `call_soon_threadsafe`. Life of a turn
 3. The decode server answers, or the deadline passes and the turn is aborted there, or the server makes
    no progress for serve.progress_timeout_s (liveness.py): then it is fenced, and what waits for it ends
    with a retryable TurnError (a prefix is computed by the decode server instead).
+Which servers prefill and which decode may change meanwhile (serve.pd_balance, roles.py), for new sessions and new
+prefixes only: a session on a server that prefills now stays there, and that one makes its prefixes itself.
 Invariants: generate never outlives the deadline; a session whose server is fenced starts anew on
 another one, until a commit lifts the fence; every server was started for the renderer whose tokens come here.
 Must not: retry a turn (the episode does, once), or wait in abort and release.
@@ -25,17 +27,19 @@ Must not: retry a turn (the episode does, once), or wait in abort and release.
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from rl_jax.serve.balance import Balance
 from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.liveness import Liveness, interval_s
 from rl_jax.serve.prefill_choice import Context, Costs, PrefillLine, appends, choose_line
 from rl_jax.serve.prefill_server import PrefillServer
+from rl_jax.serve.roles import Roles
 from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
 
 log = logging.getLogger(__name__)
@@ -62,7 +66,7 @@ class Flight:
 
     request: TurnRequest
     decode: DecodeServer
-    prefill: PrefillServer | None = None
+    prefill: PrefillServer | DecodeServer | None = None
     aborted: str | None = None
     times_s: dict[str, float] = field(default_factory=dict)
     on_sent: Callable[[], None] | None = None  # once, when the decode server has the request
@@ -91,13 +95,15 @@ class Router:
     def __init__(
         self,
         decode: Sequence[DecodeServer],
-        prefill: Sequence[PrefillServer],
+        prefill: Sequence[PrefillServer | DecodeServer],
         plan: Any,
         template_sha256: str = "",
+        balance: Balance | None = None,
     ):
         """plan: MeshPlan; only its pools_for is used. template_sha256: of the Renderer whose tokens are sent.
+        balance: serve.pd_balance=auto; all servers are DecodeServers then, and begin in the roles as given.
 
-        Raises: ValueError without a decode server; TemplateMismatch for a server of another template.
+        Raises: ValueError without a decode server, or of Roles; TemplateMismatch for a server of another template.
         """
         if not decode:
             raise ValueError(
@@ -110,8 +116,9 @@ class Router:
                     f" this run renders with {template_sha256 or 'none'}; start it with the same model.tokenizer,"
                     " template files and rollout.tool_parser"
                 )
-        self._decode, self._prefill, self._plan = tuple(decode), tuple(prefill), plan
-        self._lines = {server.name: PrefillLine(server) for server in prefill}
+        self._roles, self._plan = Roles(decode, prefill, balance), plan
+        computes = prefill if balance is None else self._roles.holders
+        self._lines = {server.name: PrefillLine(server) for server in computes}
         self._sessions: dict[str, Placed] = {}
         self._flights: dict[str, list[Flight]] = {}  # by uid
         # Hash of a session's first context -> the decode server that it went to, the latest last.
@@ -119,9 +126,10 @@ class Router:
         # (decode server, its version, hash of the context) -> done when the prefix is with the decode server
         self._computing: dict[tuple[str, int, int], asyncio.Future] = {}
         # By server: answers that are waited for.
-        self._awaited: dict[str, set[asyncio.Future]] = {s.name: set() for s in (*prefill, *decode)}
+        self._servers = (*prefill, *decode)
+        self._awaited: dict[str, set[asyncio.Future]] = {s.name: set() for s in self._servers}
         self._liveness = Liveness()
-        self._look_s = min(interval_s(s.settings) for s in (*prefill, *decode))
+        self._look_s = min(interval_s(s.settings) for s in self._servers)
         self._looks_in: asyncio.AbstractEventLoop | None = None  # where the next look will be
         self._counters = dict.fromkeys(COUNTERS, 0)
 
@@ -169,23 +177,20 @@ class Router:
         """Lowest version any live decode server uses now; -1 before the first commit or with none
         live.
         """
-        return min((s.version for s in self._decode if s.fenced is None), default=-1)
+        return min((s.version for s in self._roles.holders if s.fenced is None), default=-1)
 
     def capacity(self) -> Mapping[str, int]:
         """Live sessions that fit on the live servers of each pool; a slot is one pool's, whichever
         tags prefer that.
         """
-        slots = dict.fromkeys((server.pool for server in self._decode), 0)
-        for server in self._decode:
-            slots[server.pool] += server.engine.settings.slots if server.fenced is None else 0
-        return slots
+        return self._roles.capacity()
 
     def places(self, tag: str) -> tuple[str, ...]:
         """Pools where sessions of the tag may live now."""
-        return tuple(dict.fromkeys(server.pool for server in self._choices(tag, self._decode)))
+        return tuple(dict.fromkeys(server.pool for server in self._choices(tag, self._homes_now())))
 
     def stats(self) -> dict[str, float]:
-        return {**self._counters, "sessions": len(self._sessions)}
+        return {**self._counters, "role_moves": self._roles.moves, "sessions": len(self._sessions)}
 
     # --- choosing ---------------------------------------------------------------------------
 
@@ -195,20 +200,23 @@ class Router:
         pools = self._plan.pools_for(tag)
         return [server for server in live if server.pool in pools] or live
 
+    def _homes_now(self) -> list[DecodeServer]:
+        """Live servers that take new sessions: those that decode, without one any that can."""
+        live = [server for server in self._roles.decode if server.fenced is None]
+        return live or [server for server in self._roles.holders if server.fenced is None]
+
     def _place(self, request: TurnRequest) -> tuple[Placed, bool]:
         """The session's server, and whether the session lost another one since its last turn."""
         placed = self._sessions.get(request.session)
         if placed is not None and placed.server.fenced is None:
             return placed, False
-        live = [server for server in self._decode if server.fenced is None]
+        live = self._homes_now()
         choices = [server for server in live if server.pool == request.place]
-        choices = choices or self._choices(request.tag, self._decode)
+        choices = choices or self._choices(request.tag, live)
         if not choices:
-            why = "; ".join(f"{s.name}: {s.fenced}" for s in self._decode)
+            why = "; ".join(f"{s.name}: {s.fenced}" for s in self._roles.holders)
             raise TurnError("closed", "router", f"no decode server is live: {why}")
-        held = dict.fromkeys((server.name for server in self._decode), 0)
-        for other in self._sessions.values():
-            held[other.server.name] += 1
+        held = self._live_sessions()
         load = {s.name: held[s.name] / s.engine.settings.slots for s in choices}
         least = min(load.values())
         before = self._homes.get(context := context_hash(request))
@@ -225,13 +233,22 @@ class Router:
         self._sessions[request.session] = Placed(server, known)
         return self._sessions[request.session], placed is not None
 
+    def _live_sessions(self) -> Counter[str]:
+        """How many each server holds."""
+        return Counter(placed.server.name for placed in self._sessions.values())
+
     # --- the hops ---------------------------------------------------------------------------
 
     async def _prefix(self, flight: Flight, deadline: float) -> Prefix | None:
         """The context's KV from a prefill server, or None where the decode server shall make it."""
         request, decode = flight.request, flight.decode
-        servers = self._choices(request.tag, self._prefill)
-        if not servers or len(request.tokens) < 2 or request.max_new_tokens <= 0:
+        servers = self._choices(request.tag, self._roles.prefill)
+        if (
+            not servers
+            or decode in self._roles.prefill
+            or len(request.tokens) < 2
+            or request.max_new_tokens <= 0
+        ):
             return None
         needed = np.asarray(request.tokens[:-1], np.int32)
         held = decode.live_tokens(request.session, decode.version, needed)
@@ -277,13 +294,12 @@ class Router:
         """What the line's server answers. held: tokens that the decode server has."""
         request = flight.request
         flight.prefill = server = line.server
+        submit = server.submit if server.kind == "prefill" else server.submit_prefix
         missing, result = line.send(context), None
         ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
         try:
             result, times_s = await self._call(
-                lambda answer: server.submit(
-                    ask, flight.decode, lambda *result: answer(result), held
-                ),
+                lambda answer: submit(ask, flight.decode, lambda *result: answer(result), held),
                 server,
                 deadline,
                 f"{server.name} to compute the prefix of {request.key}",
@@ -369,10 +385,10 @@ class Router:
             loop.call_later(self._look_s, self._look)
 
     def _look(self) -> None:
-        """Fence servers that stand still, and end what waits for them."""
+        """Fence servers that stand still, and end what waits for them; see who waits for what."""
         self._looks_in = None
         now_s = time.monotonic()
-        for server in (*self._prefill, *self._decode):
+        for server in self._servers:
             awaited = self._awaited[server.name]
             why = None
             if awaited:
@@ -382,6 +398,8 @@ class Router:
                 self._liveness.forget(server.name)
             if why is not None:
                 self._give_up(server, why)
+        held = self._live_sessions()
+        self._roles.look(lambda s: held[s.name], lambda s: self._lines[s.name].tokens)
 
     def _give_up(self, server: DecodeServer | PrefillServer, why: str) -> None:
         log.error("%s is fenced: %s", server.name, why)
