@@ -53,6 +53,7 @@ from rl_jax.preflight import (
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
 from rl_jax.resume import (
+    METRICS,
     PLAN,
     RUNS,
     check_eval,
@@ -69,7 +70,7 @@ from rl_jax.rollout.rollout import Rollout
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.tasks import TaskStream
 from rl_jax.rollout.worker import EnvPool
-from rl_jax.run_dir import METRICS, RunDir
+from rl_jax.run_dir import RunDir
 from rl_jax.settings import Settings
 from rl_jax.signals import Preempted, interrupt, on_signal, stop_at_once
 from rl_jax.start import make_learner, make_warm_learner, saved_batches, saved_steps, starting_point
@@ -206,6 +207,8 @@ def _opening_lines(run_dir: RunDir, plan: MeshPlan, template: str) -> Iterator[s
     source = run_dir.decision.resume_from
     if run_dir.attempt and source is None:
         yield f"no checkpoint here: from step 0 again; older records are in {run_dir.path}/quarantine"
+        if changes := run_dir.decision.changes:
+            yield f"config changed since: {'; '.join(changes)}"
     theirs = template_of(source.parent.parent) if source is not None else None
     if theirs is not None and theirs != template:
         yield (

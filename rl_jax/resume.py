@@ -1,8 +1,8 @@
 """May this run use this directory, and from where does it go on? Looks, decides, writes nothing.
 
 Owns: the rules of `--resume` and `--run_dir`, and MAY_CHANGE, the keys that may differ when a run is resumed.
-Invariants: a directory of another config is refused with the keys that differ; what is not a run directory is never
-written into. Must not: write, lock, or read into a checkpoint.
+Invariants: a directory of another config is refused with the keys that differ, unless nothing came of the run there;
+what is not a run directory is never written into. Must not: write, lock, or read into a checkpoint.
 """
 
 import json
@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,6 +23,7 @@ from rl_jax.settings import Settings
 CONFIG, LOCK = "config.json", "LOCK"
 PLAN = "plan.json"  # a run's own, and all that a dry run may leave where there is no run yet
 CHECKPOINTS, LOGS = "checkpoints", "logs"
+LEDGER, METRICS, ROLLOUTS = "ledger.jsonl", "metrics.jsonl", "rollouts"
 RUNS = Path("runs")  # where a directory that nobody named goes
 
 # Keys that may change when a run is resumed: how long, how often, how patient, how many hands. All others decide what
@@ -100,8 +102,10 @@ def decide(path: Path, settings: Settings, resume: str = "auto") -> Decision:
         raise RunDirError(
             f"{path} holds a run already; --resume=never needs an empty or new --run_dir"
         )
-    changes = _check_same_run(path, stored, settings)
     steps = checkpoint_steps(path)
+    # A run that ended before it made anything: its error named another value, and that is what comes now.
+    is_blank = resume == "auto" and not steps and not _has_results(path)
+    changes = _check_same_run(path, stored, settings, is_blank)
     if resume.isdecimal() and int(resume) not in steps:
         raise RunDirError(
             f"--resume={resume}: {path} has no such checkpoint; it has {steps or 'none'}"
@@ -268,14 +272,27 @@ def _elsewhere(path: Path) -> str:
     return f"go on in a new directory with --run_dir=NEW --config={path}/config.resolved.py{fork}"
 
 
-def _check_same_run(path: Path, stored: Mapping[str, Any], settings: Settings) -> tuple[str, ...]:
-    """The allowed differences, as lines. Raises RunDirError for the others."""
+def _has_results(path: Path) -> bool:
+    """Whether a run left more than records of how it ended: bad checkpoints, saved episodes, or a step that trained."""
+    if any((path / CHECKPOINTS).glob("**/step_*")) or any((path / ROLLOUTS).glob("*")):
+        return True
+    for name, mark in ((LEDGER, '"TRAINED"'), (METRICS, '"time/step_s"')):
+        with suppress(FileNotFoundError), (path / name).open(encoding="ascii") as lines:
+            if any(mark in line for line in lines):
+                return True
+    return False
+
+
+def _check_same_run(
+    path: Path, stored: Mapping[str, Any], settings: Settings, is_blank: bool
+) -> tuple[str, ...]:
+    """The allowed differences, as lines; all are where is_blank. Raises RunDirError for the others."""
     before = schema.build(Settings, stored, "", [])
     old, new = schema.leaves(schema.to_tree(before)), schema.leaves(schema.to_tree(settings))
     differing = [
         f"{key} {old.get(key, 'absent')} there, {new.get(key, 'absent')} here"
         for key in sorted({*old, *new})
-        if old.get(key) != new.get(key) and not _may_change(key)
+        if old.get(key) != new.get(key) and not is_blank and not _may_change(key)
     ]
     if settings.run_id and settings.run_id != stored["run_id"]:
         differing.insert(0, f"run_id {stored['run_id']} there, {settings.run_id} here")

@@ -32,8 +32,11 @@ from rl_jax.disk import disk_full, existing, naming, open_lines
 from rl_jax.resume import (
     CHECKPOINTS,
     CONFIG,
+    LEDGER,
     LOCK,
     LOGS,
+    METRICS,
+    ROLLOUTS,
     RUNS,
     Decision,
     RunDirError,
@@ -47,8 +50,7 @@ from rl_jax.settings import Settings
 LOG = logging.getLogger(__name__)
 
 STATUS, ENV, EVENTS = "STATUS.json", "ENV.json", "events.jsonl"
-LEDGER, METRICS, SUMMARY = "ledger.jsonl", "metrics.jsonl", "summary.json"
-ROLLOUTS, QUARANTINE = "rollouts", "quarantine"
+SUMMARY, QUARANTINE = "summary.json", "quarantine"
 DRIVER_LOG = "driver.log"
 
 GLANCE_S = 0.05  # longer than check_usable of another process holds a lock

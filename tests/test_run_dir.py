@@ -141,8 +141,41 @@ def test_nothing_to_resume_makes_no_directory(tmp_path, resume):
     assert snapshot(tmp_path) == []
 
 
+def test_directory_where_nothing_came_of_the_run_takes_another_config(tmp_path):
+    """The remedy of the error that ended it is typed with the same --run_dir."""
+    run = opened(tmp_path / "r")
+    (run.path / "ledger.jsonl").write_text('{"state": "ISSUED"}\n{"state": "ERRORED"}\n')
+    (run.path / "metrics.jsonl").write_text('{"warm_start/loss": 1.0}\n')
+    other = replace(SETTINGS, learner=LearnerSettings(learning_rate=0.5), seed=7)
+    again = opened(tmp_path / "r", other)
+    changes = ("learner.learning_rate: 0.001 -> 0.5", "seed: 0 -> 7")
+    assert (sorted(again.decision.changes), again.run_id) == (sorted(changes), run.run_id)
+    assert json.loads((again.path / "config.json").read_text())["seed"] == 7
+    aside = again.path / "quarantine" / "before_attempt_1"
+    assert (aside / "ledger.jsonl").exists() and (aside / "metrics.jsonl").exists()
+    with pytest.raises(RunDirError, match="run_id .* there, mine here"):
+        RunDir.open(tmp_path / "r", replace(SETTINGS, run_id="mine"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("checkpoints/quarantine/step_2.1/x", ""),
+        ("rollouts/step_1/train/traces.jsonl", ""),
+        ("ledger.jsonl", '{"state": "ISSUED"}\n{"state": "TRAINED"}\n'),
+        ("metrics.jsonl", '{"time/step_s": 1.0}\n'),
+    ],
+)
+def test_directory_that_holds_anything_made_is_of_its_config_only(tmp_path, name, text):
+    run = opened(tmp_path / "r")
+    (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+    (run.path / name).write_text(text)
+    with pytest.raises(RunDirError, match="another config: seed 0 there, 7 here"):
+        RunDir.open(tmp_path / "r", replace(SETTINGS, seed=7))
+
+
 def test_directory_of_another_config_is_refused_with_the_keys(tmp_path):
-    opened(tmp_path / "r")
+    with_checkpoints(tmp_path / "r", 1)
     other = replace(SETTINGS, learner=LearnerSettings(learning_rate=0.5), seed=7)
     with pytest.raises(
         RunDirError,
