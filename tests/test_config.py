@@ -124,6 +124,7 @@ BAD = [
     ("--config.model.max_context=100", "engine.context=256 is above model.max_context=100"),
     ("--config.model.dtype=fp8", "model.dtype=fp8 is not one of float32, bfloat16"),
     ("--config.weights.kv=drop", "weights.kv=drop is not one of recompute, keep"),
+    ("--config.serve.pd_balance=off", "serve.pd_balance=off is not one of fixed, auto"),
     ("--config.cluster.backend=ray", "cluster.backend=ray is not one of inproc"),
     ("--config.rollout.short_group_stale=survivors", "rollout.short_group_stale=survivors is not one of drop"),
     # together
@@ -274,6 +275,14 @@ def test_a_flag_may_stand_twice_with_one_value(two_tasks):
         (
             ["--config.tasks.curriculum.name=dump", "--config.algorithm.filter.equal_rewards=true"],
             "tasks.curriculum.name=dump learns from what is trained, so groups that algorithm.filter drops teach it",
+        ),
+        (
+            ["--config.serve.pd_balance=auto", "--mesh=one_device"],
+            "serve.pd_balance=auto has no server to move on mesh one_device, which has 1: one prefills and one decodes",
+        ),
+        (
+            ["--config.serve.pd_balance=auto", "--mesh=split_2"],
+            "serve.pd_balance=auto has no server to move on mesh split_2",
         ),
         (
             ["--config.algorithm.name=kl_cov", "--config.rollout.max_staleness=0"],

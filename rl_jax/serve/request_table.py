@@ -280,6 +280,8 @@ class RequestTable:
         n, context = len(request.tokens), engine.context
         if n == 0:
             kind, detail = "unsupported", "has an empty context; send at least one token"
+        elif n == 1 and command.job is not None:
+            kind, detail = "unsupported", "has 1 token; a prefix needs 2"
         elif n >= context:
             kind = "context"
             detail = f"has {n} tokens but engine.context={context}; shorten it or raise the context"

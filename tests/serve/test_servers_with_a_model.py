@@ -14,6 +14,7 @@ import pytest
 from rl_jax.engine import JaxEngine
 from rl_jax.mesh import SERVE_RULES, make_mesh
 from rl_jax.serve import DecodeServer, PrefillServer, Router
+from rl_jax.serve.balance import Balance, Band
 from rl_jax.settings import EngineSettings, ServeSettings
 from rl_jax.testing.tiny_model import tiny_model
 
@@ -220,6 +221,58 @@ def test_what_the_prefill_server_found_is_what_a_cold_one_computes(world, kit):
         assert (found, computed) == (0, len(context) - 1)
         assert cold.tokens.tolist() == turn.tokens.tolist()
         np.testing.assert_allclose(cold.logprobs, turn.logprobs, atol=1e-5)
+
+
+def test_a_prefix_from_a_decode_server_is_that_of_a_prefill_server(world, tight, kit):
+    """Greedy tokens equal, log-probs to 1e-5: whole contexts, a shared part, and a suffix of 30. `tight` computes in
+    chunks of 16 tokens, the prefill server of 64.
+    """
+    rng, pools = np.random.default_rng(9), SimpleNamespace(pools_for=lambda tag: ())
+    draw = lambda n: rng.integers(8, 264, n).tolist()
+    header, observed = draw(37), [draw(30) for _ in range(4)]
+    contexts = [header + draw(n) for n in (9, 30, 3)] + [draw(90)]
+
+    def publish(version):  # the same weights each time; nothing of an older version is found
+        world.publish(version)
+        weights = world.weights[version % 3].items()
+        placed = {n: jax.device_put(x, tight.param_shardings[n]) for n, x in weights}
+        tight.stage(f"v{version}", version, 0, placed)
+        tight.commit(f"v{version}", "recompute", 60.0)
+        tight.wait_ready(120)
+
+    def played(router, name):
+        made = []
+        for i, context in enumerate(contexts):
+            for turn in range(2):
+                ask = kit.request(f"{name}{i}", context, turn, temperature=0.0, max_new_tokens=4)
+                made.append(asyncio.run(router.generate(ask)))
+                context = [*context, *made[-1].tokens.tolist(), *observed[i]][:120]
+            router.release(f"{name}{i}#0")
+        return made, router.stats()
+
+    settings = world.decode.engine.settings
+    world.decode.engine.settings = replace(settings, append_limit=16)
+    try:
+        publish(39)
+        want, by_prefill = played(Router([world.decode], [world.prefill], pools), "prefill")
+        publish(42)
+        before = tight.stats()
+        never = Balance(Band(least_s=1e9))
+        got, by_decode = played(Router([world.decode], [tight], pools, balance=never), "dual")
+    finally:
+        world.decode.engine.settings = settings
+    after = tight.stats()
+    assert by_decode["prefilled"] == by_prefill["prefilled"] == 8
+    assert by_decode["prefilled_suffixes"] == by_prefill["prefilled_suffixes"] == 4
+    assert (
+        after["sent_tokens"] > before["sent_tokens"]
+        and after["found_tokens"] > before["found_tokens"]
+    )
+    assert after["decode_tokens"] == before["decode_tokens"]
+    for one, other in zip(got, want, strict=True):
+        assert one.server == other.server == "decode.0" and one.cached_prompt == other.cached_prompt
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
 def test_a_suffix_from_the_prefill_server_is_the_one_appended_in_place(world, kit):
