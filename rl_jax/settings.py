@@ -464,6 +464,11 @@ class GuardSettings:
 class ClusterSettings:
     backend: str = "inproc"  # inproc (local and ray: roles as processes, not in this version)
     address: str = ""
+    heartbeat_s: float = (
+        1.0  # between two signs of life of a server's process, and of the driver's to it
+    )
+    # a process that gives no sign of life for so long is dead; what makes no progress but lives is not
+    lease_s: float = 15.0
 
 
 @dataclass(frozen=True)

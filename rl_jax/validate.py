@@ -144,6 +144,8 @@ INTERVALS = {
     "eval.timeout_s": "(0, inf)",
     "metrics.heartbeat_s": "(0, inf)",
     "metrics.rollouts_every": "[0, inf)",
+    "cluster.heartbeat_s": "(0, inf)",
+    "cluster.lease_s": "(0, inf)",
     "guards.truncated_above": "[0, 1]",
     "guards.ess_below": "[0, 1]",
     "guards.k3_above": "(0, inf)",
