@@ -124,7 +124,7 @@ BAD = [
     ("--config.model.max_context=100", "engine.context=256 is above model.max_context=100"),
     ("--config.model.dtype=fp8", "model.dtype=fp8 is not one of float32, bfloat16"),
     ("--config.weights.kv=drop", "weights.kv=drop is not one of recompute, keep"),
-    ("--config.cluster.backend=ray", "cluster.backend=ray is not one of inproc"),
+    ("--config.cluster.backend=ray", "cluster.backend=ray is not one of inproc, local"),
     ("--config.rollout.short_group_stale=survivors", "rollout.short_group_stale=survivors is not one of drop"),
     # together
     ("--config.tasks.sources[1].tag=frozen_lake", "tasks.sources[1].tag=frozen_lake is also the tag of another"),

@@ -130,10 +130,12 @@ class Channel:
         pulse: Callable[[], Any] = lambda: None,
         on_pulse: Callable[[Any], None] = lambda body: None,
         on_close: Callable[[Exception], None] = lambda error: None,
+        grace_s: float = 0.0,
     ):
         """name: of the other side, for messages. attempt: names this connection of two processes; what carries another
         one is dropped. handlers: by verb, on the reader's thread. pulse: the body of each pulse, which the other
-        side's on_pulse gets."""
+        side's on_pulse gets. on_close: once, before the calls that wait fail. grace_s: by how much the first lease is
+        longer."""
         self.name, self.attempt, self.settings = name, attempt, settings
         self.closed: Exception | None = None  # why nothing goes through any more
         self._sock, self._handlers = sock, dict(handlers or {})
@@ -145,7 +147,7 @@ class Channel:
         self._num_calls = self._num_sent = 0
         self._counters: Counter[str] = Counter(late=0, foreign=0, refused=0, expired=0)
         self._reader = Reader(sock, self._heard)
-        self._silent_s = 0.0
+        self._silent_s = -grace_s
         self._threads = [
             threading.Thread(target=run, name=f"{what}-{name}", daemon=True)
             for what, run in (("read", self._read), ("write", self._write), ("pulse", self._beat))
@@ -242,9 +244,9 @@ class Channel:
             self._lock.notify_all()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes reader and writer
+        _run(self._on_close, error)  # who learns of a failed call must find the server gone, too
         for call in waiting.values():
             _run(call.done, error)
-        _run(self._on_close, error)
 
     def join(self, timeout_s: float) -> None:
         """After `close`: wait for the threads, then free the socket."""

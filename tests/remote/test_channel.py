@@ -202,6 +202,14 @@ def test_silent_peer_is_dead_after_its_lease_and_a_busy_one_is_not(ends):
     assert ours.closed is None and not results[0]
 
 
+def test_peer_gets_more_time_until_it_is_first_heard(ends):
+    quick = ClusterSettings(heartbeat_s=0.02, lease_s=0.04)
+    patient = ends.alone(settings=quick, grace_s=PATIENCE_S)
+    hasty = ends.alone(settings=quick)
+    until(lambda: hasty.closed)
+    assert not patient.closed
+
+
 def test_half_closed_stream_ends_the_channel(ends):
     one = ends.alone()
     results, done = collect(one.channel, 1)

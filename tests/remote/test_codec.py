@@ -149,6 +149,7 @@ def test_prefix_comes_back_as_its_own_pages():
         ({"spans": (VersionSpan(0, 2, 1),)}, "cover 2 of 3"),
         ({"spans": (VersionSpan(1, 3, 1),)}, r"is \[1, 3\) behind token 0"),
         ({"finish": None}, "finish"),
+        ({"times_s": {"queue": float("inf")}}, "queue is inf"),
     ],
 )
 def test_what_is_no_turn_is_refused(change, text):
@@ -162,6 +163,8 @@ def test_what_is_no_turn_is_refused(change, text):
             body["spans"] = [[s.start, s.end, s.version] for s in value]
         elif name == "finish":
             body["finish"] = "done"
+        elif name == "times_s":
+            body["times_s"] = value
         else:
             arrays = tuple(value if kept == name else a for kept, a in zip(body["arrays"], arrays))
     with pytest.raises(CodecError, match=text):
