@@ -64,7 +64,7 @@ from any step makes an episode whose reward is "env" unscored, and what is unsco
 failure of the environment, and rollout.max_env_failures of them in a row end the run. Where the task source names a
 scorer, rewards of steps may be None. reset() gives no reward.
 
-Environment variables: a worker sees those of rl_jax/rollout/process.py INHERITED (PATH, HOME and seven more), so that
+Environment variables: a worker sees those of rl_jax/child.py INHERITED (PATH, HOME and seven more), so that
 no token or key of the driver's reaches an environment by accident, and there is no setting that adds one. What an
 environment needs goes through the task source's config, which tasks(cfg, split) puts into each Task's payload:
 --config.tasks.sources[0].config.url=http://... . The run directory stores configs, so a secret stays in a file of its

@@ -81,6 +81,14 @@ def use_platform(platform: str) -> None:
             )
 
 
+def child_variables(num_devices: int) -> dict[str, str]:
+    """What a process that this one starts must find in its environment, so that its programs are compiled as ours, and
+    kept in the same cache, for `num_devices` simulated CPU devices of its own."""
+    out = {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
+    flags = [f for f in out.get("XLA_FLAGS", "").split() if not f.startswith(DEVICE_FLAG)]
+    return out | {"XLA_FLAGS": " ".join([*flags, f"{DEVICE_FLAG}={num_devices}"])}
+
+
 def only_simulate(num_devices: int) -> None:
     """Simulated CPU devices and no other backend, whatever the machine has and JAX_PLATFORMS names: for shapes alone.
 

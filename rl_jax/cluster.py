@@ -1,8 +1,8 @@
-"""Where the parts run. InProcCluster: every role in this process, one thread per server, on the plan's meshes.
+"""Where the servers run: InProcCluster as threads of this process, LocalCluster as processes of this host.
 
-Owns: the engines, the servers and the router in front of them. Life: `InProcCluster(...)` builds engines (no compile)
--> `start()` starts the server threads, which serve after their first weight commit -> `close()` joins them. The servers
-are the sync's targets.
+Owns: the servers, or their proxies, and the router in front of them. Life: the constructor builds them (no compile, no
+process) -> `start()` starts threads or processes, which serve after their first weight commit -> `close()` ends them.
+The servers are the sync's targets.
 Must not: decide when anything happens (driver), or move weights (weights).
 """
 
@@ -11,17 +11,21 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-from rl_jax.engine.engine import JaxEngine
+from rl_jax import schema
+from rl_jax.engine.engine import kv_spec
 from rl_jax.lowering import Program
-from rl_jax.mesh import Meshes, MeshPlan
+from rl_jax.mesh import Meshes, MeshPlan, ServerPlan, abstract_mesh, shardings
+from rl_jax.models import MODELS
 from rl_jax.models.decoder import Model
+from rl_jax.remote.process import FACTORY, ServerSpec
+from rl_jax.remote.server import RemoteDecodeServer, RemotePrefillServer
 from rl_jax.serve.balance import Balance
-from rl_jax.serve.decode_server import DecodeServer
-from rl_jax.serve.prefill_server import PrefillServer
+from rl_jax.serve.build import build_server
 from rl_jax.serve.router import Router
 from rl_jax.settings import Settings
-from rl_jax.types import MAX_SUPPORT
 
 LOG = logging.getLogger(__name__)
 
@@ -37,47 +41,25 @@ class ServersNotReady(RuntimeError):
     """A server had not compiled its programs in time, or died of it."""
 
 
-class InProcCluster:
-    """Servers and router of one plan. Sole owner of their threads."""
+class Cluster:
+    """Servers and router of one plan, wherever they run. Sole owner of the servers."""
 
     def __init__(
         self,
         plan: MeshPlan,
-        meshes: Meshes,
-        model: Model,
-        settings: Settings,
-        template_sha256: str = "",
+        servers: Sequence[Any],
+        template_sha256: str,
+        balance: Balance | None = None,
     ):
-        """template_sha256: of the Renderer whose tokens the servers will get."""
+        """servers: started by `start`. template_sha256: of the Renderer whose tokens they will get. balance: Router's."""
         self.plan = plan
-        self._is_auto = settings.serve.pd_balance == "auto"
-        # By the role that they begin in.
-        self.prefill: list[PrefillServer | DecodeServer] = []
-        self.decode: list[DecodeServer] = []
-        top_k = settings.rollout.top_k
-        support = top_k if top_k <= MAX_SUPPORT else 0  # more is sampled by --mode=eval only
-        for server in plan.servers:
-            engine = JaxEngine(
-                model, meshes.servers[server.name], server.rules, settings.engine, server.name,
-                support=support,
-            )  # fmt: skip
-            make = PrefillServer if server.kind == "prefill" and not self._is_auto else DecodeServer
-            (self.prefill if server.kind == "prefill" else self.decode).append(
-                make(
-                    server.name,
-                    server.pool,
-                    engine,
-                    settings.serve,
-                    tags=server.tags,
-                    hardware=server.hardware,
-                    template_sha256=template_sha256,
-                )
-            )
-        balance = Balance() if self._is_auto else None
+        role = {server.name: server.kind for server in plan.servers}  # that they begin in
+        self.prefill = [server for server in servers if role[server.name] == "prefill"]
+        self.decode = [server for server in servers if role[server.name] != "prefill"]
         self.router = Router(self.decode, self.prefill, plan, template_sha256, balance)
 
     @property
-    def targets(self) -> Sequence[PrefillServer | DecodeServer]:
+    def targets(self) -> Sequence[Any]:
         """Sync targets; prefill servers first, as they commit first."""
         return (*self.prefill, *self.decode)
 
@@ -89,17 +71,6 @@ class InProcCluster:
         for server in self.targets:
             total.update({k: v for k, v in server.stats().items() if isinstance(v, (int, float))})
         return dict(total)
-
-    def lower(self) -> Iterator[Program]:
-        """The programs of each distinct server, from shapes alone; no thread is started. Raises: LoweringError."""
-        seen = []
-        engines = {server.name: server.engine for server in self.targets}
-        for server in self.plan.servers:
-            decodes = server.kind != "prefill" or self._is_auto
-            kind = (decodes, server.axes, server.rules)
-            if kind not in seen:
-                seen.append(kind)
-                yield from engines[server.name].lower(decode=decodes)
 
     def start(self) -> None:
         for server in self.targets:
@@ -145,3 +116,90 @@ class InProcCluster:
                 server.close()
             except TimeoutError as error:
                 LOG.warning("%s; it is left behind", error)
+
+
+class InProcCluster(Cluster):
+    """Every server a thread of this process, on the plan's meshes."""
+
+    def __init__(
+        self,
+        plan: MeshPlan,
+        meshes: Meshes,
+        model: Model,
+        settings: Settings,
+        template_sha256: str = "",
+    ):
+        servers = [
+            build_server(server, meshes.servers[server.name], model, settings, template_sha256)
+            for server in plan.servers
+        ]
+        self._is_auto = settings.serve.pd_balance == "auto"
+        super().__init__(plan, servers, template_sha256, Balance() if self._is_auto else None)
+
+    def lower(self) -> Iterator[Program]:
+        """The programs of each distinct server, from shapes alone; no thread is started. Raises: LoweringError."""
+        seen = []
+        engines = {server.name: server.engine for server in self.targets}
+        for server in self.plan.servers:
+            decodes = server.kind != "prefill" or self._is_auto
+            kind = (decodes, server.axes, server.rules)
+            if kind not in seen:
+                seen.append(kind)
+                yield from engines[server.name].lower(decode=decodes)
+
+
+class LocalCluster(Cluster):
+    """Every server a process of this host, on simulated devices of its own; here are their proxies."""
+
+    def __init__(
+        self, plan: MeshPlan, model: Model, settings: Settings, template_sha256: str, log_dir: Path
+    ):
+        """log_dir: of the processes' logs, one a server."""
+        cluster, deadline_s = settings.cluster, settings.weights.deadline_s
+        servers = []
+        for server in plan.servers:
+            spec = _spec(server, model, settings, template_sha256)
+            kind = RemotePrefillServer if spec.kind == "prefill" else RemoteDecodeServer
+            servers.append(kind(spec, cluster, log_dir, deadline_s))
+        super().__init__(plan, servers, template_sha256)
+
+
+def make_cluster(
+    plan: MeshPlan,
+    meshes: Meshes,
+    model: Model,
+    settings: Settings,
+    template_sha256: str,
+    log_dir: Path,
+) -> Cluster:
+    """The cluster that settings.cluster.backend names."""
+    if settings.cluster.backend == "local":
+        return LocalCluster(plan, model, settings, template_sha256, log_dir)
+    return InProcCluster(plan, meshes, model, settings, template_sha256)
+
+
+def _spec(server: ServerPlan, model: Model, settings: Settings, template_sha256: str) -> ServerSpec:
+    mesh = abstract_mesh(server.axes)
+    family = settings.model.family
+    return ServerSpec(
+        name=server.name,
+        pool=server.pool,
+        kind="prefill" if server.kind == "prefill" else "decode",
+        tags=server.tags,
+        hardware=server.hardware,
+        template_sha256=template_sha256,
+        mesh=mesh,
+        param_shardings=shardings(model.logical_axes, server.rules, mesh),
+        engine=settings.engine,
+        kv=kv_spec(model.settings, settings.engine),
+        serve=settings.serve,
+        factory=FACTORY,
+        job={
+            "settings": schema.to_tree(settings),
+            "server": server.name,
+            "model": MODELS.get(family, family),
+            "vocab_size": model.vocab_size,
+            "template_sha256": template_sha256,
+        },
+        num_devices=len(server.devices),
+    )

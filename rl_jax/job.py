@@ -26,7 +26,7 @@ from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.algorithms.plugin import make_algorithm
 from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
-from rl_jax.cluster import InProcCluster
+from rl_jax.cluster import Cluster, make_cluster
 from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.data.corpus import Corpus
 from rl_jax.data.stream import ExampleStream
@@ -264,9 +264,10 @@ def _run_mode(job: Job) -> None:
         driver = Driver(parts, settings, state)
         driver.replay(saved_batches(settings, after=state.version))
     else:
-        cluster = InProcCluster(
-            setting.plan, setting.meshes, model, settings, job.renderer.template_sha256
-        )
+        cluster = make_cluster(
+            setting.plan, setting.meshes, model, settings, job.renderer.template_sha256,
+            job.run_dir.logs,
+        )  # fmt: skip
         job.stack.callback(cluster.close)
         _import_before_threads()
         cluster.start()  # they compile from now on, beside all that follows
@@ -341,7 +342,7 @@ def _fit(job: Job, algorithm: Any, checkpointer: Checkpointer, recorder: Recorde
 
 def _live_parts(
     job: Job,
-    cluster: InProcCluster,
+    cluster: Cluster,
     roles: Roles,
     algorithm: Any,
     checkpointer,
@@ -394,7 +395,7 @@ def _live_parts(
     )
 
 
-def _settle(job: Job, cluster: InProcCluster) -> None:
+def _settle(job: Job, cluster: Cluster) -> None:
     """Wait for the servers' programs, then put what exists by now out of the garbage collector's sight.
 
     Tracing a big model leaves so many objects alive that each full collection takes 0.2 to 0.4 s, in which no server
@@ -440,7 +441,7 @@ def _recorder(job: Job) -> Recorder:
     return recorder
 
 
-def _warm_start(job: Job, cluster: InProcCluster, learner: Learner, parts: Parts) -> None:
+def _warm_start(job: Job, cluster: Cluster, learner: Learner, parts: Parts) -> None:
     """Supervised steps on scripted episodes; leaves version 0 in `learner`, with a fresh optimizer."""
     settings, pool, cfg, recorder = job.settings, job.pool, job.settings.warm_start, parts.recorder
     assert pool is not None

@@ -465,8 +465,17 @@ class GuardSettings:
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    backend: str = "inproc"  # inproc (local and ray: roles as processes, not in this version)
+    # inproc: servers are threads of the driver's process | local: processes of the same host, on simulated CPU devices
+    # (ray: not in this version)
+    backend: str = "inproc"
     address: str = ""
+    # of local
+    heartbeat_s: float = 1.0  # between two signs of life of one process to another
+    lease_s: float = (
+        15.0  # a process that gives no sign of life for so long is dead, and is started again
+    )
+    start_timeout_s: float = 120.0  # for a server's process to import JAX and build its engine
+    restarts: int = 3  # of the process of one server that has served; then the server stays away
 
 
 @dataclass(frozen=True)

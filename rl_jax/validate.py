@@ -146,6 +146,10 @@ INTERVALS = {
     "eval.timeout_s": "(0, inf)",
     "metrics.heartbeat_s": "(0, inf)",
     "metrics.rollouts_every": "[0, inf)",
+    "cluster.heartbeat_s": "(0, inf)",
+    "cluster.lease_s": "(0, inf)",
+    "cluster.start_timeout_s": "(0, inf)",
+    "cluster.restarts": "[0, inf)",
     "guards.truncated_above": "[0, 1]",
     "guards.ess_below": "[0, 1]",
     "guards.k3_above": "(0, inf)",
@@ -176,7 +180,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "serve.pd_balance": ("fixed", "auto"),
     "weights.kv": ("recompute", "keep"),
     "metrics.progress": PROGRESS_FORMS,
-    "cluster.backend": ("inproc",),
+    "cluster.backend": ("inproc", "local"),
     **dict.fromkeys(
         [
             f"guards.{name}"
@@ -416,8 +420,29 @@ def _schedule(s: Settings) -> Iterator[str]:
             f"warm_start.steps={s.warm_start.steps} needs scripted episodes, but script_episodes of every task source"
             " is 0; give some, or set it to 0"
         )
-    if s.cluster.address:
-        yield f"cluster.address={s.cluster.address} is not used by backend {s.cluster.backend}; leave it empty"
+
+
+def _cluster(s: Settings) -> Iterator[str]:
+    c = s.cluster
+    if c.address:
+        yield f"cluster.address={c.address} is not used by backend {c.backend}; leave it empty"
+    if c.backend != "local":
+        return
+    if s.mesh.platform != "cpu" and any(pool.hardware != "cpu" for pool in s.mesh.pools):
+        yield (
+            "cluster.backend=local gives each server simulated CPU devices of its own, and this mesh has others; use"
+            " mesh.platform=cpu, or cluster.backend=inproc"
+        )
+    if s.serve.pd_balance == "auto":
+        yield (
+            "serve.pd_balance=auto moves servers of the driver's process only; use cluster.backend=inproc, or"
+            " serve.pd_balance=fixed"
+        )
+    if c.lease_s < 3 * c.heartbeat_s:
+        yield (
+            f"cluster.lease_s={c.lease_s:g} is less than three times cluster.heartbeat_s={c.heartbeat_s:g}: a sign of"
+            " life that is a little late would be a death; raise it"
+        )
 
 
 RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
@@ -426,6 +451,7 @@ RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
     _batch,
     curriculum_errors,
     _schedule,
+    _cluster,
 )
 
 

@@ -29,6 +29,7 @@ ROWS = {
     "cluster": 5,
     "testing": 5,
     "weights": 4,
+    "remote": 4,
     "checkpoint": 4,
     "simulate": 4,
     "serving": 3,
@@ -68,6 +69,7 @@ PART = {
     "configs": "config",
     "progress": "metrics",
     "signals": "backend",
+    "child": "backend",
     "run_dir": "run_dir",
     "console": "run_dir",
     "resume": "run_dir",
@@ -109,7 +111,7 @@ NO_JAX = (
     "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",
     "rl_jax/run_dir.py", "rl_jax/console.py", "rl_jax/disk.py", "rl_jax/metrics.py", "rl_jax/progress.py",
     "rl_jax/signals.py", "rl_jax/tokens", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
-    "rl_jax/mesh/plan.py",
+    "rl_jax/mesh/plan.py", "rl_jax/child.py",
     "rl_jax/configs", "rl_jax/rewards", "rl_jax/rollout", "rl_jax/data", "rl_jax/algorithms/__init__.py",
     "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",
     "rl_jax/models/hf_config.py", "rl_jax/models/hf_keys.py", "rl_jax/tools/convert.py",
@@ -446,7 +448,7 @@ def test_environment_variables_are_read_at_the_edge_only():
         "rl_jax/backend.py",
         "rl_jax/launch.py",
         "rl_jax/job.py",
-        "rl_jax/rollout/process.py",
+        "rl_jax/child.py",
     }
     pattern = re.compile(r"\bos\.(?:environ|getenv|putenv)")
     bad = {name_of(p) for p in sources() if pattern.search(p.read_text(encoding="utf-8"))}

@@ -37,7 +37,7 @@ from rl_jax.engine.state import Cache, DecodeState, SlotState, empty_sampling, e
 from rl_jax.lowering import Lowering, Program
 from rl_jax.mesh import mesh_axes, named_sharding, shardings
 from rl_jax.models.model import Model
-from rl_jax.settings import EngineSettings
+from rl_jax.settings import EngineSettings, ModelSettings
 from rl_jax.types import BlockTokens, PrefillChunk, SlotSampling
 
 MIN_VISIBLE = 256  # positions of the smallest attention bucket; each next one is 4 times larger
@@ -77,14 +77,7 @@ class JaxEngine:
         self.model, self.mesh, self.settings, self.name = model, mesh, settings, name
         s = model.settings
         self.dtype = jnp.dtype(s.dtype)
-        self.spec = KVSpec(
-            num_layers=s.num_layers,
-            num_kv_heads=s.num_kv_heads,
-            head_dim=s.head_dim,
-            page_size=settings.page_tokens,
-            num_pages=settings.cache_pages,
-            dtype=s.dtype,
-        )
+        self.spec = kv_spec(s, settings)
         self.param_shardings = shardings(model.logical_axes, rules_serve, mesh)
         heads, kv_heads = mesh_axes(("heads", "kv_heads"), rules_serve)
         self.served = model.packed if model.packed is not None and heads == kv_heads else model
@@ -368,6 +361,18 @@ class JaxEngine:
         }
         arrays |= {"key": np.stack(high_low, axis=-1), "active": np.ones(R, bool)}
         return rows, SlotState(**{name: _pad(value, S) for name, value in arrays.items()})
+
+
+def kv_spec(model: ModelSettings, settings: EngineSettings) -> KVSpec:
+    """The cache of an engine that serves this model."""
+    return KVSpec(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_size=settings.page_tokens,
+        num_pages=settings.cache_pages,
+        dtype=model.dtype,
+    )
 
 
 def buckets(smallest: int, largest: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ Must not: import jax outside the functions of build.py; look at devices while ch
 
 from rl_jax.mesh.build import (
     Meshes,
+    abstract_mesh,
     build_meshes,
     constrainer,
     make_mesh,
@@ -46,6 +47,7 @@ __all__ = [
     "RulesLike",
     "ServerPlan",
     "TrainPlan",
+    "abstract_mesh",
     "as_tuple",
     "build_meshes",
     "constrainer",

@@ -48,6 +48,14 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> "jax.sharding.
     return Mesh(grid.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def abstract_mesh(axes: Mapping[str, int]) -> "jax.sharding.AbstractMesh":
+    """A mesh as make_mesh's, whose devices are another process's: for shardings and shard shapes alone."""
+    from jax.sharding import AbstractMesh, AxisType
+
+    sizes = tuple(full_axes(axes).values())
+    return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def partition_spec(axes: Sequence[str | None], rules: RulesLike) -> "jax.sharding.PartitionSpec":
     """The PartitionSpec of an array whose dimensions have these logical axes."""
     from jax.sharding import PartitionSpec

@@ -25,25 +25,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from rl_jax.child import Log, clean_environment, exit_text
 from rl_jax.rollout import wire
-from rl_jax.rollout.pipe import LinePipe, Log
+from rl_jax.rollout.pipe import LinePipe
 
 STACK_S = 0.2  # for a hung worker to write its stack
 EXIT_S = 5.0  # for a killed process to be gone
 CLOSE_S = 2.5  # for a closed worker to close its environments (env_process.CLOSE_S and some)
-
-# All that a worker inherits: no token, key or cloud setting of the driver's environment reaches an environment's code.
-INHERITED = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TZ",
-    "TMPDIR",
-    "LD_LIBRARY_PATH",
-    "VIRTUAL_ENV",
-)
 
 
 class WorkerFault(Exception):
@@ -97,7 +85,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=_child_environment(),
+            env=_worker_environment(),
             start_new_session=True,
         )
         stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
@@ -275,7 +263,7 @@ class WorkerProcess:
         if kind == "env_timeout" and head is not None:
             took = f"{what} took more than {head.limit.setting}={head.limit.seconds:g}"
             return f"{took}; it was at {_stack_head(self.log.tail())}"
-        return f"{what}: the process {_exit_text(self._process.returncode)}; {self.log.last_line()}"
+        return f"{what}: the process {exit_text(self._process.returncode, EXIT_S)}; {self.log.last_line()}"
 
     def _close_files(self) -> None:
         self._pipe.close()
@@ -318,14 +306,11 @@ def _settle(future: asyncio.Future) -> Callable[[Any, WorkerFault | None], None]
     return done
 
 
-def _child_environment() -> dict[str, str]:
-    """The child's whole environment; it imports what the driver can import, and sees no other variable."""
-    out = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    out["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    out["PYTHONHASHSEED"] = "0"  # tasks made from sets must be the same in every process and run
-    # Many workers share the machine with the driver; maths libraries must not start a thread per core in each.
-    out |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return out
+def _worker_environment() -> dict[str, str]:
+    # Tasks made from sets must be the same in every process and run. Many workers share the machine with the driver:
+    # maths libraries must not start a thread per core in each.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {**clean_environment(), "PYTHONHASHSEED": "0", **threads}
 
 
 def _open_exit_fd(pid: int) -> int | None:
@@ -334,14 +319,6 @@ def _open_exit_fd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
-
-
-def _exit_text(returncode: int | None) -> str:
-    if returncode is None:
-        return f"did not end within {EXIT_S:g} s of being killed"
-    if returncode >= 0:
-        return f"ended with exit code {returncode}"
-    return f"was killed by {signal.Signals(-returncode).name}"
 
 
 def _stack_head(log: str) -> str:

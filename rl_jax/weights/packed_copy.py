@@ -70,13 +70,15 @@ class Delivery:
 class PackedCopy:
     """A transport for meshes of one process. Owns the routes; a bucket of new shapes compiles once a device."""
 
-    def __init__(self, plan: SyncPlan):
+    def __init__(self, plan: SyncPlan, targets: Sequence[str] | None = None):
+        """targets: those of the plan that will be sent to, None for all; their meshes are of this process."""
         self.plan = plan
         # Whole replicas of the train state take turns; else one source gives what all hold, and targets share buffers.
         spread = min(_num_holders(p) for p in plan.parameters.values())
         self._parts = {
             name: {n: _parts(p, target, turn, spread) for n, p in plan.parameters.items()}
             for turn, (name, target) in enumerate(plan.targets.items())
+            if targets is None or name in targets
         }
         self._deliveries: dict[tuple[str, tuple[str, ...]], tuple[Delivery, ...]] = {}
 

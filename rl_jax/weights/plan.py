@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from rl_jax.mesh import as_tuple
 from rl_jax.settings import WeightSettings
@@ -52,7 +52,7 @@ class Target:
     """One server as the plan knows it."""
 
     name: str
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # abstract where its devices are another process's
     shardings: Mapping[str, NamedSharding]  # of every parameter, on its mesh
     num_bytes: int  # as served, over all its devices
 

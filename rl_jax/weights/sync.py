@@ -28,8 +28,9 @@ import jax
 from kernels import digest
 from rl_jax.settings import WeightSettings
 from rl_jax.types import Ack, Digest, SyncResult, SyncTarget
+from rl_jax.weights.host_copy import ByPlace
 from rl_jax.weights.lanes import Lane, Overdue, wait
-from rl_jax.weights.packed_copy import Arrays, PackedCopy
+from rl_jax.weights.packed_copy import Arrays
 from rl_jax.weights.plan import Bucket, SyncPlan
 
 IN_FLIGHT = 3  # buckets: one being resharded, one being copied, one being digested and staged
@@ -51,7 +52,7 @@ class WeightSync:
         settings: WeightSettings,
         transport: Any = None,
     ):
-        """transport: has PackedCopy's `send`; a PackedCopy of the plan unless given."""
+        """transport: has PackedCopy's `send`; ByPlace of the plan unless given."""
         names = {t.name for t in targets}
         if names != set(plan.targets):
             raise ValueError(
@@ -59,7 +60,7 @@ class WeightSync:
             )
         self.plan, self.settings = plan, settings
         self.version = -1  # of the last published weights; -1 before the first
-        self._transport = PackedCopy(plan) if transport is None else transport
+        self._transport = ByPlace(plan) if transport is None else transport
         self._targets = {t.name: t for t in targets}
         self._lanes = {name: Lane(name) for name in (*self._targets, "train")}
         self._fenced: dict[str, str] = {}  # server -> why

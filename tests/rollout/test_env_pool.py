@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rl_jax.child import INHERITED
 from rl_jax.rollout.episode import EpisodeRules
-from rl_jax.rollout.process import INHERITED
 from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
 from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource

@@ -233,11 +233,8 @@ def test_a_prefix_from_a_decode_server_is_that_of_a_prefill_server(world, tight,
     contexts = [header + draw(n) for n in (9, 30, 3)] + [draw(90)]
 
     def publish(version):  # the same weights each time; nothing of an older version is found
-        world.publish(version)
-        weights = world.weights[version % 3].items()
-        placed = {n: jax.device_put(x, tight.param_shardings[n]) for n, x in weights}
-        tight.stage(f"v{version}", version, 0, placed)
-        tight.commit(f"v{version}", "recompute", 60.0)
+        world.publish(version, scale=1)
+        world.publish(version, scale=1, to=[tight])
         tight.wait_ready(120)
 
     def played(router, name):
@@ -329,7 +326,7 @@ def greedy(kit, router, prompts, name):
 
 def test_64_prompts_are_answered_alike_by_one_mesh_two_and_a_split_one(world, kit):
     """Greedy tokens equal and log-probs to 1e-5: colocated, prefill and decode apart, and tensor-parallel."""
-    world.publish(40, scale=1)
+    world.publish(50, scale=1)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(8, 264, rng.integers(1, 100)).tolist() for _ in range(64)]
     anyone = SimpleNamespace(pools_for=lambda tag: ())
@@ -339,7 +336,7 @@ def test_64_prompts_are_answered_alike_by_one_mesh_two_and_a_split_one(world, ki
     wide = DecodeServer("wide", "decode", engine, ServeSettings())
     wide.start()
     try:
-        world.publish(40, scale=1, to=[wide])
+        world.publish(50, scale=1, to=[wide])
         wide.wait_ready(120)
         alone = greedy(kit, Router([world.decode], [], anyone), prompts, "one")
         moved = world.prefill.stats()["sent_tokens"]
@@ -366,11 +363,11 @@ def held():
 def test_turns_and_swaps_leave_nothing_behind(world, kit):
     """Lessons L25 and L26: five publishes and 60 episodes later the devices hold what they held."""
     play = lambda name: asyncio.run(episode(world, kit, name, 3))
-    for version in (41, 42):
+    for version in (51, 52):
         world.publish(version)
         play(f"warm{version}")
     before = held()
-    for version in range(43, 48):
+    for version in range(53, 58):
         world.publish(version, kv="keep" if version % 2 else "recompute")
         for i in range(12):
             play(f"left{version}.{i}")

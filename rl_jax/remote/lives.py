@@ -1,0 +1,208 @@
+"""The processes of one server, one after the other: started, watched, ended, and started again while the budget lasts.
+
+Life of a process: 1 it is started and told what to build; 2 once that is built its channel is there to be used; 3 its
+pulses say how far it got, and that its programs are compiled; 4 it ends, or its server's thread does, or it gives no
+sign of life for a lease, or is not built in time: `on_end` is called at once, the process is killed, and another one
+is started after a pause. A server whose first process ends before it was ready is not started again: what that died of,
+the next one would die of. Each process has an attempt id of its own, which every message carries.
+Invariants: at most one process lives; no process outlives this one (its death pipe); what is asked of a process that
+ended fails.
+Must not: know weights or turns, or say when a new process may serve (server.py).
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl_jax.remote.channel import Channel
+from rl_jax.remote.process import ServerProcess, ServerSpec
+from rl_jax.serve.loop import Progress
+from rl_jax.settings import ClusterSettings
+
+LOOK_S = 0.5
+PAUSE_S, MAX_PAUSE_S = 0.2, 10.0  # before a new process; it doubles
+STARTING = Progress(0, "its process is starting", is_compiling=True, is_idle=False)
+
+log = logging.getLogger(__name__)
+
+
+class ServerGone(ConnectionError):
+    """The server has no process that could be asked."""
+
+
+class Lives:
+    """Sole owner of the server's processes. Public methods from any thread."""
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        settings: ClusterSettings,
+        log_dir: Path,
+        on_end: Callable[[str], None],
+    ):
+        """on_end: a process ended, why; called again when that was the last one."""
+        self.spec, self.settings = spec, settings
+        self.num = 0  # processes started
+        self.final: str | None = None  # why no other process will be started
+        self.stats: dict[str, Any] = {}  # of the process that lives, as of its last pulse
+        self._log_dir, self._on_end = log_dir, on_end
+        self._changed = threading.Condition()
+        self._channel: Channel | None = None  # of a process that is built and lives
+        self._process: ServerProcess | None = None
+        self._progress, self._num_done = STARTING, 0  # num_done of the processes before
+        self._is_ready = self._was_ready = self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"lives-{spec.name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def channel(self) -> Channel | None:
+        """Of the process that lives and is built, or None."""
+        return self._channel
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that lives, or None."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process that lives has compiled its programs."""
+        return self._is_ready
+
+    def wait_up(self, deadline_s: float) -> Channel:
+        """The channel of a process that is built. Raises: ServerGone where none is by the deadline, or ever will be."""
+        with self._changed:
+            is_known = self._changed.wait_for(lambda: self._channel or self.final, deadline_s)
+            if self._channel is not None:
+                return self._channel
+            why = self.final if is_known else f"its process was not up after {deadline_s:g} s"
+            raise ServerGone(f"{self.spec.name}: {why}")
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Wait until the process that lives has compiled. Raises: TimeoutError; RuntimeError once there is none."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_ready or self.final, deadline_s):
+                doing = self._progress.doing
+                raise TimeoutError(
+                    f"{self.spec.name}: not compiled after {deadline_s:g} s ({doing})"
+                )
+            if self.final is not None:
+                raise RuntimeError(f"{self.spec.name}: {self.final}")
+
+    def progress(self) -> Progress:
+        """As of the last pulse; num_done over all processes."""
+        with self._changed:
+            now = self._progress
+            return now._replace(num_done=self._num_done + now.num_done)
+
+    def close(self, deadline_s: float) -> None:
+        """End the process: its server is closed first, for which it has the deadline. No other one is started."""
+        with self._changed:
+            self._closing = True
+            self.final = self.final or "the server is closed"
+            channel, process = self._channel, self._process
+            self._changed.notify_all()
+        if channel is not None:
+            try:
+                channel.call("close", deadline_s=deadline_s)
+            except (ConnectionError, TimeoutError, RuntimeError) as error:
+                log.warning("%s is killed, as it did not close: %s", self.spec.name, error)
+        if process is not None:
+            process.give_up("the server was closed")
+        if self._thread.is_alive():
+            self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        pause_s = PAUSE_S
+        while not self._closing:
+            try:
+                why = self._live()
+            except OSError as error:  # out of processes, memory or files
+                why = f"its process cannot be started: {error}"
+            with self._changed:
+                if self._closing:
+                    return
+                if not self._was_ready:
+                    self.final = why
+                elif self.num > self.settings.restarts:
+                    self.final = f"{why}; it was started {self.num} times (cluster.restarts={self.settings.restarts})"
+                self._changed.notify_all()
+            if self.final is not None:
+                log.error("%s is not started again: %s", self.spec.name, self.final)
+                self._on_end(self.final)
+                return
+            log.error("%s: %s; it is started again", self.spec.name, why)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _live(self) -> str:
+        """One process, from its start to its end; returns how it ended."""
+        self.num += 1
+        attempt = f"{self.num}.{secrets.token_hex(4)}"
+        process = ServerProcess(
+            self.spec,
+            attempt,
+            self.settings,
+            self._log_dir,
+            on_pulse=self._pulse,
+            on_end=self._over,
+        )
+        with self._changed:
+            self._process = process
+        process.channel.ask(
+            "build",
+            dict(self.spec.job),
+            deadline_s=self.settings.start_timeout_s,
+            done=lambda result: self._built(process, result),
+        )
+        while not process.wait(LOOK_S):
+            if self._closing and self._channel is None:
+                process.give_up("the server was closed")
+        return process.end()
+
+    def _built(self, process: ServerProcess, result: Any) -> None:
+        if isinstance(result, Exception):
+            process.give_up(f"it could not be built: {type(result).__name__}: {result}")
+            return
+        with self._changed:
+            if not process.wait(0.0):
+                self._channel = process.channel
+                self._changed.notify_all()
+
+    def _pulse(self, process: ServerProcess, body: Any) -> None:
+        """What the process says of itself: progress, ready, dead, stats."""
+        if body is None:
+            return  # it is not built yet
+        if body["dead"] is not None:
+            process.give_up(body["dead"])
+            return
+        with self._changed:
+            self._progress = Progress(*body["progress"])
+            self.stats = body["stats"]
+            if body["ready"] and self._channel is process.channel and not self._is_ready:
+                self._is_ready = self._was_ready = True
+                self._changed.notify_all()
+
+    def _over(self, why: str) -> None:
+        with self._changed:
+            self._channel = self._process = None
+            self._is_ready = False
+            self._num_done += self._progress.num_done + 1
+            self._progress = STARTING
+            self._changed.notify_all()
+        if not self._closing:
+            self._on_end(f"its process ended: {why}")
+        with self._changed:
+            self.stats = {}
+
+
+def seconds_left(end_s: float) -> float:
+    """Until a time of the monotonic clock."""
+    return max(0.0, end_s - time.monotonic())

@@ -1,0 +1,66 @@
+"""Servers round a FakeEngine in processes of their own: what a server_process builds where a test names `make`, and the
+specs of such servers.
+
+job: kind, name, engine (EngineSettings as a tree), serve (ServeSettings as a tree), block_s (how long a block takes),
+die_at_block (the engine raises there; 0 = never), num_compile_steps, compile_s (each step's).
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from kernels.kv import KVSpec
+from rl_jax import schema
+from rl_jax.mesh import abstract_mesh, named_sharding
+from rl_jax.remote.process import ServerSpec
+from rl_jax.serve import DecodeServer, PrefillServer
+from rl_jax.settings import EngineSettings, ServeSettings
+from rl_jax.testing.fake_engine import FakeEngine
+
+FACTORY = "rl_jax.testing.fake_servers:make"
+
+
+def make(job: Mapping[str, Any]) -> DecodeServer | PrefillServer:
+    """The server that `job` describes, with an engine that can be slow, or die."""
+    errors: list[str] = []
+    settings = schema.build(EngineSettings, job["engine"], "engine", errors)
+    serve = schema.build(ServeSettings, job["serve"], "serve", errors)
+    assert not errors, errors
+
+    def before_block(engine: FakeEngine) -> None:
+        time.sleep(job["block_s"])
+        if engine.num_blocks + 1 == job["die_at_block"]:
+            raise RuntimeError(f"told to die at block {engine.num_blocks + 1}")
+
+    engine = FakeEngine(settings, name=job["name"], before_block=before_block)
+    engine.num_compile_steps = job["num_compile_steps"]
+    engine.before_compile = lambda engine: time.sleep(job["compile_s"])
+    kind = {"prefill": PrefillServer, "decode": DecodeServer}[job["kind"]]
+    return kind(job["name"], job["kind"], engine, serve)
+
+
+def fake_spec(
+    name: str, kind: str, engine: EngineSettings, serve: ServeSettings, **job: Any
+) -> ServerSpec:
+    """Of a server that `make` makes. job: what differs from an engine that is quick and lives."""
+    mesh = abstract_mesh({})
+    lively = {"block_s": 0.0, "die_at_block": 0, "num_compile_steps": 2, "compile_s": 0.0}
+    return ServerSpec(
+        name=name,
+        pool=kind,
+        kind=kind,
+        tags=(),
+        hardware="cpu",
+        template_sha256="",
+        mesh=mesh,
+        param_shardings={"offset": named_sharding((), {}, mesh)},
+        engine=engine,
+        kv=KVSpec(1, 1, 1, engine.page_tokens, engine.cache_pages, "float32"),
+        serve=serve,
+        factory=FACTORY,
+        job={"kind": kind, "name": name, "engine": asdict(engine), "serve": asdict(serve)}
+        | lively
+        | job,
+        num_devices=1,
+    )

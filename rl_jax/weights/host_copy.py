@@ -1,0 +1,59 @@
+"""Moves one bucket of trained parameters to servers of other processes: once to the host, whatever their number.
+
+HostCopy casts the bucket to the served dtype where it lies and starts its copy to the host; every target gets the same
+arrays, which its proxy sends on. ByPlace gives each target what suits it: those of this process what PackedCopy gives.
+Invariants: what is sent never shares memory with the train state (the learner donates that); a bucket of new shapes
+compiles once.
+Must not: wait, know how a process is reached, or what a target's layout is (the process lays out what it gets).
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rl_jax.weights.packed_copy import Arrays, PackedCopy
+from rl_jax.weights.plan import SyncPlan
+
+
+class HostCopy:
+    """A transport for targets whose mesh is another process's."""
+
+    def __init__(self, plan: SyncPlan):
+        self.plan = plan
+
+    def send(
+        self, params: Mapping[str, jax.Array], names: Sequence[str], targets: Sequence[str]
+    ) -> dict[str, Arrays]:
+        """As PackedCopy.send, but the arrays lie on the train mesh, on their way to the host, and are shared."""
+        dtypes = tuple(self.plan.parameters[name].served.name for name in names)
+        cast = dict(zip(names, _cast([params[name] for name in names], dtypes), strict=True))
+        for array in cast.values():
+            array.copy_to_host_async()
+        return {target: dict(cast) for target in targets}
+
+
+class ByPlace:
+    """The transport of a plan whatever its targets are."""
+
+    def __init__(self, plan: SyncPlan):
+        self._is_here = {name: isinstance(t.mesh, Mesh) for name, t in plan.targets.items()}
+        self._here = PackedCopy(plan, [name for name, is_here in self._is_here.items() if is_here])
+        self._elsewhere = HostCopy(plan)
+
+    def send(
+        self, params: Mapping[str, jax.Array], names: Sequence[str], targets: Sequence[str]
+    ) -> dict[str, Arrays]:
+        """As PackedCopy.send."""
+        here = [name for name in targets if self._is_here[name]]
+        there = [name for name in targets if not self._is_here[name]]
+        sent = self._here.send(params, names, here) if here else {}
+        return sent | (self._elsewhere.send(params, names, there) if there else {})
+
+
+@partial(jax.jit, static_argnums=1)
+def _cast(arrays: list[jax.Array], dtypes: tuple[str, ...]) -> list[jax.Array]:
+    # Without the copy jit would hand an array of that dtype back as it came, and the learner donates it.
+    return [jnp.copy(array.astype(dtype)) for array, dtype in zip(arrays, dtypes)]

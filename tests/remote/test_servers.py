@@ -1,0 +1,186 @@
+"""One suite for servers as threads and as processes: the same answers, the same errors, the same syncs."""
+
+import queue
+import time
+
+import numpy as np
+import pytest
+
+from rl_jax.types import FinishReason, Turn, TurnError
+
+pytestmark = pytest.mark.slow(seconds=15)
+
+
+@pytest.fixture(scope="module", params=["inproc", "local"])
+def world(request, kit, tmp_path_factory):
+    """Published, and every server live."""
+    if request.param == "local":
+        world = request.getfixturevalue("local")
+    else:
+        world = kit.World("inproc", tmp_path_factory.mktemp("logs"))
+    world.heal()
+    yield world
+    if request.param == "inproc":
+        world.close()
+
+
+def submit(server, request, prefix=None):
+    """The queue on which the one answer comes."""
+    done: queue.Queue = queue.Queue()
+    server.submit(request, prefix, done.put)
+    return done
+
+
+def run(kit, server, request):
+    result = submit(server, request).get(timeout=kit.PATIENCE_S)
+    server.release(request.session)
+    return result
+
+
+def test_turn_is_what_the_engine_computes_under_the_published_version(world, kit):
+    request = kit.ask("a", range(1, 20), max_new_tokens=9)
+    turn = run(kit, world.decode[0], request)
+    assert world.is_clean(request, turn) and len(turn.tokens) == 9
+    assert turn.versions.tolist() == [world.version] * 9
+    assert turn.logprobs.tolist() == pytest.approx([world.engine.logprob(t) for t in turn.tokens])
+    assert (turn.finish, turn.server, turn.pool) == (FinishReason.LENGTH, "decode.0", "decode")
+
+
+def test_prefix_of_a_prefill_server_and_a_live_history_are_used(world, kit):
+    router = world.router(prefill=[world.prefill])
+    first = kit.ask("b", range(1, 30))
+
+    async def episode():
+        one = await router.generate(first)
+        context = [*range(1, 30), *one.tokens.tolist(), 40, 41]
+        second = kit.ask("b", context, turn=1)
+        server = next(s for s in world.decode if s.name == one.server)
+        live = server.live_tokens("b#0", world.version)
+        fits = server.live_tokens("b#0", world.version, np.array([*range(1, 20), 77, 78]))
+        return one, second, await router.generate(second), live, fits, server
+
+    one, second, two, live, fits, server = kit.together(episode())[0]
+    assert world.is_clean(first, one) and world.is_clean(second, two)
+    assert router.stats()["prefilled"] == 1 and one.times_s["prefill"] > 0
+    assert live == 34 and fits == 19 and two.cached_prompt == 34 and two.server == one.server
+    router.release("b#0")
+    kit.until(lambda: server.live_tokens("b#0", world.version) == 0)
+
+
+def test_abort_ends_a_turn_with_what_was_sampled(world, kit):
+    server, request = world.decode[0], kit.ask("c", max_new_tokens=60)
+    blocks = server.stats()["blocks"]
+    done = submit(server, request)
+    kit.until(lambda: server.stats()["blocks"] > blocks + 1)
+    server.abort("c", "test")
+    turn = done.get(timeout=kit.PATIENCE_S)
+    assert turn.finish is FinishReason.ABORT and 0 < len(turn.tokens) < 60
+    assert world.is_clean(request, turn)
+    server.release("c#0")
+
+
+def test_errors_are_the_same(world, kit):
+    server = world.decode[0]
+    for request, kind, retryable in (
+        (kit.ask("d", range(70)), "context", False),
+        (kit.ask("e", stop=("\ud835",)), "unsupported", False),
+        (kit.ask("f", max_new_tokens=60, deadline_s=0.1), "deadline", True),
+    ):
+        error = run(kit, server, request)
+        assert isinstance(error, TurnError)
+        assert (error.kind, error.server, error.retryable) == (kind, "decode.0", retryable)
+
+
+def test_request_that_waits_and_many_at_once_are_all_answered_once(world, kit):
+    router = world.router(prefill=[world.prefill])
+    requests = [kit.ask(f"many{i}", range(1, 4 + i)) for i in range(24)]
+    turns = kit.together(*[router.generate(request) for request in requests])
+    assert all(world.is_clean(*pair) for pair in zip(requests, turns, strict=True))
+    assert {turn.server for turn in turns} == {"decode.0", "decode.1"}
+    for request in requests:
+        router.release(request.session)
+
+
+def test_commit_between_blocks_gives_each_token_its_version(world, kit):
+    server, before = world.decode[0], world.version
+    blocks = server.stats()["blocks"]
+    done = submit(server, kit.ask("g", max_new_tokens=60))
+    kit.until(lambda: server.stats()["blocks"] > blocks + 1)
+    assert world.publish().state == "PUBLISHED"
+    turn = done.get(timeout=kit.PATIENCE_S)
+    assert [span.version for span in turn.spans] == [before, world.version]
+    assert [turn.spans[0].start, turn.spans[-1].end] == [0, 60]
+    assert {s.version for s in world.servers} == {world.version}
+    server.release("g#0")
+
+
+def test_commit_is_idempotent_and_knows_what_is_staged(world, kit):
+    server = world.decode[0]
+    staged = world.sync._last
+    assert staged.state == "PUBLISHED" and staged.acked == ("prefill.0", "decode.0", "decode.1")
+    sync_id, swaps = f"v{world.version}.{world.sync._attempts}", server.stats()["swaps"]
+    ack = server.commit(sync_id, "recompute", kit.PATIENCE_S)
+    assert (ack.server, ack.version) == ("decode.0", world.version)
+    assert server.stats()["swaps"] == swaps
+    with pytest.raises(KeyError, match="nothing is staged under sync 'other'"):
+        server.commit("other", "recompute", kit.PATIENCE_S)
+    with pytest.raises(KeyError, match="nothing is staged under sync 'other'"):
+        server.digest("other")
+
+
+def test_sync_that_brought_other_bits_ends_aborted(world, kit):
+    good = world.sync._transport
+
+    class Lossy:
+        def send(self, params, names, targets):
+            sent = good.send(params, names, targets)
+            return {t: {n: x + 1 for n, x in arrays.items()} for t, arrays in sent.items()}
+
+    world.sync._transport = Lossy()
+    before = world.version
+    result = world.publish()
+    world.sync._transport, world.version = good, before
+    assert result.state == "ABORTED" and "digest differs for parameter offset" in result.detail
+    request = kit.ask("h")
+    turn = run(kit, world.decode[0], request)
+    assert turn.versions.tolist() == [before] * 6 and world.is_clean(request, turn)
+
+
+def test_fence_fails_what_is_under_way_and_a_commit_lifts_it(world, kit):
+    server = world.decode[1]
+    blocks = server.stats()["blocks"]
+    done = submit(server, kit.ask("i", max_new_tokens=60))
+    kit.until(lambda: server.stats()["blocks"] > blocks)
+    server.fence("a test")
+    for error in (done.get(timeout=kit.PATIENCE_S), run(kit, server, kit.ask("j"))):
+        assert isinstance(error, TurnError) and error.retryable and "a test" in error.detail
+    assert server.fenced == "a test"
+    assert world.router().capacity() == {"decode": 4}
+    assert world.publish().state == "PUBLISHED"
+    assert server.fenced is None and isinstance(run(kit, server, kit.ask("k")), Turn)
+    with pytest.raises(queue.Empty):
+        done.get(timeout=0.2)  # and no second answer comes
+
+
+def test_progress_and_counters_rise_and_an_idle_server_says_so(world, kit):
+    server = world.decode[0]
+    kit.until(lambda: server.progress().is_idle)
+    done, tokens = server.progress().num_done, server.stats()["decode_tokens"]
+    run(kit, server, kit.ask("l", max_new_tokens=8))
+    assert server.stats()["decode_tokens"] == tokens + 8
+    kit.until(lambda: server.progress().num_done > done)
+    progress = server.progress()
+    assert not progress.is_compiling and isinstance(progress.doing, str)
+
+
+def test_close_of_a_turn_that_nobody_waits_for_any_more_leaves_the_others(world, kit):
+    router = world.router()
+
+    async def given_up():
+        await router.generate(kit.ask("m", max_new_tokens=60, deadline_s=0.15))
+
+    request = kit.ask("n", max_new_tokens=20)
+    start = time.monotonic()
+    error, turn = kit.together(given_up(), router.generate(request))
+    assert isinstance(error, TurnError) and error.kind == "deadline"
+    assert world.is_clean(request, turn) and time.monotonic() - start < 20

@@ -1,0 +1,141 @@
+"""Servers as processes of this host with a real model: the same bits as in one process, and whole runs that equal."""
+
+import asyncio
+import json
+import queue
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rl_jax import config, launch
+from rl_jax.cluster import InProcCluster, LocalCluster, make_cluster
+from rl_jax.mesh import TRAIN_RULES, MeshPlan, build_meshes, shardings
+from rl_jax.models.decoder import build_model
+from rl_jax.tokens import ByteTokenizer
+from rl_jax.types import TurnRequest
+from rl_jax.weights.plan import SyncPlan
+from rl_jax.weights.sync import WeightSync
+
+FILE = Path(__file__).parent / "job_config.py"
+MESH = """
+from ml_collections import ConfigDict
+
+
+def get_config():
+    pool = lambda name, devices, **axes: ConfigDict(
+        {"name": name, "kind": name, "devices": devices, "axes": axes}
+    )
+    pools = [pool("prefill", 1), pool("decode", 2, tensor=2), pool("train", 2, fsdp=2)]
+    return ConfigDict({"name": "three", "platform": "cpu", "pools": pools})
+"""
+
+
+def ask(uid, tokens):
+    return TurnRequest(
+        uid=uid, attempt=0, turn=0, tokens=np.array(tokens, np.int32), temperature=0.0, top_p=1.0, top_k=0,
+        max_new_tokens=12, stop_token_ids=(), stop=(), seed=5, tag="even", deadline_s=60.0,
+    )  # fmt: skip
+
+
+def played(cluster, model, settings, params, mesh, places):
+    """What two versions answer, through the router and its prefill server."""
+    cluster.start()
+    plan = SyncPlan.build(
+        model.abstract, model.logical_axes, mesh, places, cluster.targets, settings.model.dtype, settings.weights
+    )  # fmt: skip
+    sync = WeightSync(plan, cluster.targets, settings.weights)
+    turns = []
+    try:
+        cluster.wait_ready(240.0)
+        for version, weights in enumerate(params):
+            result = sync.publish(weights, version)
+            assert result.state == "PUBLISHED", result
+            asked = [ask(f"v{version}.{n}", range(20, 20 + n)) for n in (2, 17, 70)]
+
+            async def one_by_one(asked=asked):
+                return [await cluster.router.generate(request) for request in asked]
+
+            turns += asyncio.run(one_by_one())
+        assert cluster.router.stats()["prefilled"] == 6
+        assert cluster.counters()["decode_tokens"] == 6 * 12
+        # What no prefill server computed.
+        done: queue.Queue = queue.Queue()
+        cluster.decode[0].submit(ask("alone", range(30, 60)), None, done.put)
+        turns.append(done.get(timeout=60.0))
+    finally:
+        sync.close()
+        cluster.close()
+    return turns
+
+
+@pytest.mark.slow(seconds=30)
+@pytest.mark.bits
+def test_greedy_tokens_and_logprobs_are_those_of_one_process_down_to_the_bits(tmp_path):
+    (tmp_path / "three.py").write_text(MESH)
+    parse = lambda backend: config.parse(
+        [f"--config={FILE}", f"--mesh={tmp_path / 'three.py'}", f"--config.cluster.backend={backend}"]
+    )  # fmt: skip
+    turns = {}
+    for backend, kind in (("inproc", InProcCluster), ("local", LocalCluster)):
+        settings = parse(backend).settings
+        plan = MeshPlan.from_settings(settings.mesh, settings.model)
+        meshes = build_meshes(plan)
+        model = build_model(settings.model, ByteTokenizer().vocab_size)
+        places = shardings(model.logical_axes, TRAIN_RULES, meshes.train)
+        init = jax.jit(model.init, out_shardings=places)
+        params = [init(jax.random.key(seed)) for seed in range(2)]
+        cluster = make_cluster(plan, meshes, model, settings, "", tmp_path / "logs")
+        assert type(cluster) is kind
+        turns[backend] = played(cluster, model, settings, params, meshes.train, places)
+    for here, there in zip(turns["inproc"], turns["local"], strict=True):
+        assert here.tokens.tolist() == there.tokens.tolist()
+        assert here.logprobs.tobytes() == there.logprobs.tobytes()
+        assert (here.spans, here.finish, here.cached_prompt) == (
+            there.spans,
+            there.finish,
+            there.cached_prompt,
+        )
+    assert {t.spans[0].version for t in turns["local"]} == {0, 1}
+    assert turns["local"][0].tokens.tolist() != turns["local"][3].tokens.tolist()
+    assert (tmp_path / "logs" / "decode.0.log").exists()
+
+
+@pytest.mark.slow(seconds=40)
+def test_run_on_processes_trains_on_the_same_tokens(tmp_path):
+    """Synchronous, so that nothing depends on time: what was trained is equal, episode by episode."""
+    trained = {}
+    for backend in ("inproc", "local"):
+        run = tmp_path / backend
+        words = [f"--config={FILE}", f"--run_dir={run}", "--config.run_id=r", "--mesh=split_2"]
+        assert launch.main([*words, f"--config.cluster.backend={backend}"]) == 0
+        lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+        trained[backend] = {
+            (line["uid"], line["step"]): line["sha256"]
+            for line in lines
+            if line["state"] == "TRAINED"
+        }
+        assert json.loads((run / "STATUS.json").read_text())["state"] == "done"
+    assert len(trained["inproc"]) == 3 * 4
+    assert trained["local"] == trained["inproc"]
+    logs = {path.name for path in (tmp_path / "local" / "logs").rglob("*.log")}
+    assert {"decode.0.log"} <= logs, logs
+
+
+def refused(*words):
+    with pytest.raises(config.ConfigError) as caught:
+        config.parse(list(words))
+    return caught.value.errors
+
+
+def test_servers_as_processes_need_the_cpu_and_a_lease_of_some_heartbeats():
+    local = "--config.cluster.backend=local"
+    assert config.parse([local]).settings.cluster.backend == "local"
+    (error,) = refused(local, "--config.mesh.platform=", "--config.mesh.pools[0].hardware=h100")
+    assert "use mesh.platform=cpu, or cluster.backend=inproc" in error
+    (error,) = refused(local, "--config.cluster.lease_s=2")
+    assert "cluster.lease_s=2 is less than three times cluster.heartbeat_s=1" in error
+    assert (
+        config.parse(["--config.cluster.lease_s=2"]).settings.cluster.lease_s == 2
+    )  # of local only
