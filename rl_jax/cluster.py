@@ -51,7 +51,7 @@ class Cluster:
         template_sha256: str,
         balance: Balance | None = None,
     ):
-        """servers: started by `start`. template_sha256: of the Renderer whose tokens they will get. balance: Router's."""
+        """servers: started by `start`. template_sha256: of the Renderer whose tokens they get. balance: of Router."""
         self.plan = plan
         role = {server.name: server.kind for server in plan.servers}  # that they begin in
         self.prefill = [server for server in servers if role[server.name] == "prefill"]
