@@ -146,6 +146,27 @@ def test_a_prefix_never_mixes_versions_nor_takes_older_ones(kit, kv):
     is_idle(dual.server, kit)
 
 
+def test_a_prefix_that_lost_its_pages_starts_anew_after_a_swap_that_keeps(kit):
+    """Nine pages of 8: a turn of 30 tokens grows into its sixth while 23 are computed, 4 a chunk, one a block."""
+    d = kit.decode()
+    dual = kit.decode(name="dual", version=None, num_pages=9, chunk_sizes=(4,), chunks_per_block=1)
+    server, done = dual.server, []
+
+    def swap(engine):
+        if server.stats()["preempted"] and not done:
+            done.append(kit.commit_later(server, 1, "keep"))
+
+    dual.engine.before_block = swap
+    turn = dual.turns.start(kit.request("turn", [2] * 30, max_new_tokens=24, priority=1))
+    context = list(range(24))
+    job = asked(server, kit.request("job", context), d.server)
+    kit.commit(server, 0)
+    prefix, _ = job.result(kit.PATIENCE_S)
+    assert len(turn.result(kit.PATIENCE_S).tokens) == 24 and done
+    assert prefix.version == 1 and server.stats()["found_tokens"] == 0
+    expect(None, prefix, context)
+
+
 def test_every_prefix_job_is_answered_whatever_ends_it(kit):
     d, dual = kit.decode(), kit.decode(name="dual", version=None).server
     aborted = asked(dual, kit.request("aborted"), d.server)
@@ -376,6 +397,45 @@ def test_storm(kit, seed, num):
     for one in made:
         assert one.server.stats()["callback_errors"] == 0
         is_idle(one.server, kit)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_storm_of_prefixes_beside_turns_over_few_pages(kit, seed):
+    """Both kinds on one server, preempted, aborted and swapped under both policies: a prefix is of one version."""
+    rng = random.Random(seed)
+    d, dual = kit.decode(), kit.decode(name="dual", num_pages=9, queue_size=64)
+    server, jobs, turns, version = dual.server, [], [], 0
+    for step in range(250):
+        draw = rng.random()
+        if draw < 0.06:
+            version += 1
+            kit.commit(server, version, kv=rng.choice(["recompute", "keep", "keep"]))
+        elif draw < 0.1 and jobs:
+            server.abort(rng.choice(jobs)[0], "storm")
+        elif sum(not f.done() for f in (*turns, *(job[2] for job in jobs))) < 12:
+            context = [rng.randrange(4)] * rng.randrange(2, 50)
+            request = kit.request(f"e{step}", context, priority=rng.randrange(3), max_new_tokens=12)
+            if rng.random() < 0.6:
+                held = rng.choice([0, rng.randrange(len(context))])
+                jobs.append((f"e{step}", context, asked(server, request, d.server, held)))
+            else:
+                turns.append(dual.turns.start(request))
+        else:
+            time.sleep(0.001)
+    for _, context, future in jobs:
+        result, _ = future.result(kit.PATIENCE_S)
+        if isinstance(result, TurnError):
+            assert result.kind == "closed"
+        else:
+            expect(None, result, context)
+    for i, future in enumerate(turns):
+        assert len(future.result(kit.PATIENCE_S).tokens) > 0, i
+    stats = server.stats()
+    assert stats["preempted"] > 0 and stats["found_tokens"] > 0 and stats["sent_tokens"] > 0
+    assert set(dual.turns.num_answers.values()) == {1}
+    for uid in {key.partition("#")[0] for key in dual.turns.num_answers}:
+        server.release(f"{uid}#0")
+    is_idle(server, kit)
 
 
 def test_a_prefill_role_server_that_dies_costs_time_only(kit):
