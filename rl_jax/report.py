@@ -56,8 +56,8 @@ def next_commands(path: Path, mode: str, version: int, settings: Settings) -> li
         return [evaluate, f"{fork} --config.rollout.replay_dir= --resume={path}   # RL from it"]
     lines = [go_on] if mode == "eval" else [evaluate, go_on]
     if settings.rollout.max_staleness:
-        lines.append(f"{fork} --config.rollout.max_staleness=0   # the same loop, synchronous")
-    return lines
+        return [*lines, f"{fork} --config.rollout.max_staleness=0   # the same loop, synchronous"]
+    return [*lines, f"{fork} --config.rollout.max_staleness=1   # the same loop, asynchronous"]
 
 
 def python() -> str:

@@ -1,6 +1,7 @@
 """The whole loop: against a straight reference, across meshes, and through its ends."""
 
 import json
+import shlex
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from rl_jax import launch
+from rl_jax import launch, report
 from rl_jax.algorithms.grpo import Grpo
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.config import parse
@@ -226,6 +227,29 @@ def test_the_ledger_accounts_for_every_episode(one_device):
     assert summary["episodes"]["TRAINED"] == STEPS * 8
     assert summary["episodes"]["EVALUATED"] == 2 * 2  # before and after
     assert not summary["episodes"]["RUNNING"]
+
+
+def test_a_person_reads_figures_an_episode_and_three_commands_that_work(one_device):
+    settings = parse([CONFIG, FOUR]).settings
+    summary = json.loads((one_device / "summary.json").read_text())
+    where = SimpleNamespace(path=one_device)
+    lines = report.closing_lines(where, "train", summary, STEPS, settings)
+    value = summary["tasks"]["even"]
+    assert lines[0].startswith(f"train: {STEPS} steps in ")
+    assert lines[1] == f"  success even  {value['first']:.3f} -> {value['last']:.3f}"
+    assert f"  episodes: {STEPS * 8} trained, 4 evaluated" in lines
+    sample = lines.index(
+        next(line for line in lines if line.startswith("one episode (even, version 3"))
+    )
+    assert lines[sample + 1].startswith("  turn 0  '") and any("even " in x for x in lines[sample:])
+    commands = lines[lines.index("next:") + 1 :]
+    assert len(commands) == 3
+    for command, mode, staleness in zip(commands, ("eval", "train", "train"), (0, 0, 1)):
+        words = shlex.split(command, comments=True)
+        assert words[1:3] == ["-m", "rl_jax.launch"]
+        parsed = parse(words[3:])
+        assert parsed.options.mode == mode
+        assert parsed.settings.rollout.max_staleness == staleness
 
 
 def test_asynchronous_training_holds_its_staleness_bound(tmp_path):
