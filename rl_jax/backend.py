@@ -86,7 +86,8 @@ def child_variables(num_devices: int) -> dict[str, str]:
     kept in the same cache, for `num_devices` simulated CPU devices of its own."""
     out = {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
     flags = [f for f in out.get("XLA_FLAGS", "").split() if not f.startswith(DEVICE_FLAG)]
-    return out | {"XLA_FLAGS": " ".join([*flags, f"{DEVICE_FLAG}={num_devices}"])}
+    simulated = " ".join([*flags, f"{DEVICE_FLAG}={num_devices}"])
+    return out | {"XLA_FLAGS": simulated, "JAX_PLATFORMS": "cpu"}
 
 
 def only_simulate(num_devices: int) -> None:

@@ -415,8 +415,9 @@ class SyncTarget(Protocol):
 
     name: str
     kind: str  # prefill | decode
-    mesh: Any  # jax.sharding.Mesh
-    param_shardings: Mapping[str, Any]  # name -> NamedSharding on mesh; staged arrays come so
+    mesh: Any  # jax.sharding.Mesh, or AbstractMesh where it is another process's
+    # name -> NamedSharding on mesh; staged arrays come so, or whole where the mesh is another process's
+    param_shardings: Mapping[str, Any]
 
     def stage(self, sync_id: str, version: int, bucket: int, arrays: Mapping[str, Any]) -> None: ...
     def digest(self, sync_id: str) -> Digest: ...

@@ -428,10 +428,10 @@ def _cluster(s: Settings) -> Iterator[str]:
         yield f"cluster.address={c.address} is not used by backend {c.backend}; leave it empty"
     if c.backend != "local":
         return
-    if s.mesh.platform != "cpu" and any(pool.hardware != "cpu" for pool in s.mesh.pools):
+    if s.mesh.platform != "cpu":
         yield (
-            "cluster.backend=local gives each server simulated CPU devices of its own, and this mesh has others; use"
-            " mesh.platform=cpu, or cluster.backend=inproc"
+            "cluster.backend=local gives each server simulated CPU devices of its own, which this mesh does not ask"
+            " for; use mesh.platform=cpu, or cluster.backend=inproc"
         )
     if s.serve.pd_balance == "auto":
         yield (

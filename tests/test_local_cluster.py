@@ -3,10 +3,14 @@
 import asyncio
 import json
 import queue
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 
 import jax
 import numpy as np
+import psutil
 import pytest
 
 from rl_jax import config, launch
@@ -123,6 +127,57 @@ def test_run_on_processes_trains_on_the_same_tokens(tmp_path):
     assert {"decode.0.log"} <= logs, logs
 
 
+TWO_DECODE = """
+from ml_collections import ConfigDict
+
+
+def get_config():
+    pool = lambda kind, devices, replicas: ConfigDict(
+        {"name": kind, "kind": kind, "devices": devices, "replicas": replicas}
+    )
+    return ConfigDict(
+        {"name": "two", "platform": "cpu", "pools": [pool("decode", 2, 2), pool("train", 1, 1)]}
+    )
+"""
+
+
+@pytest.mark.slow(seconds=40)
+def test_run_goes_on_when_a_server_is_killed_and_the_server_comes_back(tmp_path):
+    (tmp_path / "two.py").write_text(TWO_DECODE)
+    run, killed = tmp_path / "run", []
+    metrics, others = run / "metrics.jsonl", set(psutil.Process().children())
+
+    def kill_one():
+        """After the second step."""
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+            time.sleep(0.01)
+        servers = [
+            child
+            for child in psutil.Process().children()
+            if child not in others and "rl_jax.remote.server_process" in child.cmdline()
+        ]
+        assert len(servers) == 2
+        servers[0].kill()
+        killed.append(servers[0].pid)
+
+    killer = threading.Thread(target=kill_one, daemon=True)
+    killer.start()
+    words = [f"--config={FILE}", f"--run_dir={run}", f"--mesh={tmp_path / 'two.py'}"]
+    assert launch.main([*words, "--config.cluster.backend=local", "--config.steps=8"]) == 0
+    killer.join(10)
+    assert killed and not psutil.pid_exists(killed[0])
+    assert json.loads((run / "STATUS.json").read_text())["state"] == "done"
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    trained = Counter(line["uid"] for line in lines if line["state"] == "TRAINED")
+    assert len(trained) == 8 * 4 and set(trained.values()) == {1}
+    for line in lines:  # synchronous: all of a step is of the version before it
+        if line["state"] == "TRAINED":
+            assert line["versions"] == [line["step"] - 1]
+    logs = [path.read_text() for path in (run / "logs").rglob("*.log")]
+    assert any("killed by SIGKILL" in log and "it is started again" in log for log in logs)
+    assert sum("serves again" in log for log in logs) == 1
+
+
 def refused(*words):
     with pytest.raises(config.ConfigError) as caught:
         config.parse(list(words))
@@ -132,7 +187,7 @@ def refused(*words):
 def test_servers_as_processes_need_the_cpu_and_a_lease_of_some_heartbeats():
     local = "--config.cluster.backend=local"
     assert config.parse([local]).settings.cluster.backend == "local"
-    (error,) = refused(local, "--config.mesh.platform=", "--config.mesh.pools[0].hardware=h100")
+    (error,) = refused(local, "--config.mesh.platform=")
     assert "use mesh.platform=cpu, or cluster.backend=inproc" in error
     (error,) = refused(local, "--config.cluster.lease_s=2")
     assert "cluster.lease_s=2 is less than three times cluster.heartbeat_s=1" in error

@@ -14,6 +14,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from rl_jax.serve.loop import Progress
 from rl_jax.settings import ClusterSettings
 
 LOOK_S = 0.5
-PAUSE_S, MAX_PAUSE_S = 0.2, 10.0  # before a new process; it doubles
+PAUSE_S, MAX_PAUSE_S = 0.2, 10.0  # before a new process; it doubles while none gets ready
 STARTING = Progress(0, "its process is starting", is_compiling=True, is_idle=False)
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ class Lives:
         self._channel: Channel | None = None  # of a process that is built and lives
         self._process: ServerProcess | None = None
         self._progress, self._num_done = STARTING, 0  # num_done of the processes before
-        self._is_ready = self._was_ready = self._closing = False
+        self._dropped: Counter[str] = Counter()  # of the processes before
+        self._is_ready = self._got_ready = self._was_ready = False  # now, this process, any
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"lives-{spec.name}", daemon=True)
 
     def start(self) -> None:
@@ -101,6 +104,14 @@ class Lives:
             now = self._progress
             return now._replace(num_done=self._num_done + now.num_done)
 
+    def dropped(self) -> Counter[str]:
+        """What the channels to all processes dropped here, by cause."""
+        with self._changed:
+            total, process = Counter(self._dropped), self._process
+        if process is not None:
+            total.update(process.channel.stats())
+        return total
+
     def close(self, deadline_s: float) -> None:
         """End the process: its server is closed first, for which it has the deadline. No other one is started."""
         with self._changed:
@@ -121,6 +132,7 @@ class Lives:
     def _run(self) -> None:
         pause_s = PAUSE_S
         while not self._closing:
+            self._got_ready = False
             try:
                 why = self._live()
             except OSError as error:  # out of processes, memory or files
@@ -139,8 +151,8 @@ class Lives:
                 return
             log.error("%s: %s; it is started again", self.spec.name, why)
             with self._changed:
+                pause_s = PAUSE_S if self._got_ready else min(2 * pause_s, MAX_PAUSE_S)
                 self._changed.wait_for(lambda: self._closing, pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def _live(self) -> str:
         """One process, from its start to its end; returns how it ended."""
@@ -165,7 +177,10 @@ class Lives:
         while not process.wait(LOOK_S):
             if self._closing and self._channel is None:
                 process.give_up("the server was closed")
-        return process.end()
+        how = process.end()
+        with self._changed:
+            self._dropped.update(process.channel.stats())
+        return how
 
     def _built(self, process: ServerProcess, result: Any) -> None:
         if isinstance(result, Exception):
@@ -187,7 +202,7 @@ class Lives:
             self._progress = Progress(*body["progress"])
             self.stats = body["stats"]
             if body["ready"] and self._channel is process.channel and not self._is_ready:
-                self._is_ready = self._was_ready = True
+                self._is_ready = self._got_ready = self._was_ready = True
                 self._changed.notify_all()
 
     def _over(self, why: str) -> None:

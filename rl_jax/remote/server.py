@@ -83,7 +83,7 @@ class RemoteServer:
         self._syncs: OrderedDict[str, int] = OrderedDict()  # sync_id -> version, of the last ones
         self._versions: set[int] = set()  # that this process may answer with
         self._before: Counter[str] = Counter()  # counters of the processes before
-        self.num_unasked = 0  # answers that came after their request had failed at a fence
+        self._num_unasked = 0  # answers that came after their request had failed at a fence
         self._lives = Lives(spec, cluster, log_dir, self._ended)
 
     # --- life --------------------------------------------------------------------------------
@@ -125,15 +125,19 @@ class RemoteServer:
         self._tell("fence", {"reason": reason})
 
     def stats(self) -> dict[str, float]:
-        """Cumulative counters over all processes, and how much is in the one that lives."""
+        """Cumulative counters over all processes, and how much is in the one that lives; with what the channels to them
+        dropped here (channel.Channel.stats)."""
         now = dict(self._lives.stats)
         if (channel := self._lives.channel) is not None:
             try:
                 now = codec.stats_from_wire(channel.call("stats", deadline_s=STATS_S).body)
             except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
                 log.info("%s does not tell its counters: %s", self.name, error)
+        dropped = {f"channel_{name}": num for name, num in self._lives.dropped().items()}
         with self._lock:
-            return {name: now.get(name, 0) + self._before[name] for name in {*now, *self._before}}
+            dropped["channel_unasked"] = self._num_unasked
+            total = {name: now.get(name, 0) + self._before[name] for name in {*now, *self._before}}
+        return total | dropped
 
     def progress(self) -> Progress:
         """How far it got, and what is being done, as of the last pulse."""
@@ -172,8 +176,10 @@ class RemoteServer:
         with self._lock:
             if self._lives.channel is not channel:  # and another process knows nothing of it
                 raise ConnectionError(f"{self.name} ended after its commit: {self._fence}")
-            self.version, self._fence = ack.version, None
+            was_fenced, self.version, self._fence = self._fence, ack.version, None
             self._committed(kv)
+        if was_fenced is not None:
+            log.info("%s has version %d and serves again (%s)", self.name, ack.version, was_fenced)
         return ack
 
     def discard(self, sync_id: str) -> None:
@@ -217,7 +223,7 @@ class RemoteServer:
     def _settled(self, flight: _Flight, result: Answer | Exception) -> None:
         with self._lock:
             if flight not in self._flights:
-                self.num_unasked += 1
+                self._num_unasked += 1
                 return
             self._flights.remove(flight)
         if isinstance(result, Exception):
@@ -269,7 +275,7 @@ class RemoteDecodeServer(RemoteServer):
         body, arrays = codec.request_to_wire(request)
         told, pages = (None, ()) if prefix is None else codec.prefix_to_wire(prefix)
         self._ask(
-            {"request": body, "prefix": told},
+            {"request": body, "prefix": told, "grace_s": GRACE_S},
             (*arrays, *pages),
             request.deadline_s,
             lambda result: on_done(self._turn(request, result)),
@@ -355,7 +361,7 @@ class RemotePrefillServer(RemoteServer):
         """
         body, arrays = codec.request_to_wire(request)
         self._ask(
-            {"request": body, "target": target.name, "held": int(held)},
+            {"request": body, "target": target.name, "held": int(held), "grace_s": GRACE_S},
             arrays,
             request.deadline_s,
             lambda result: on_prefix(*self._prefix(result)),

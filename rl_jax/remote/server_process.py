@@ -183,7 +183,7 @@ class Service:
     def _submit(self, request: Request) -> None:
         body, server = request.body, self._server
         asked = codec.request_from_wire(body["request"], request.arrays[:1])
-        asked = replace(asked, deadline_s=min(asked.deadline_s, request.left_s))
+        asked = replace(asked, deadline_s=max(0.0, request.left_s - body["grace_s"]))
         if server.kind == "prefill":
             target = Elsewhere(body["target"], server.engine)
             done = lambda result, times_s: self._prefixed(request, result, times_s)

@@ -87,7 +87,7 @@ class TemplateMismatch(ValueError):
 
 
 class Router:
-    """types.Sampler over in-process servers.
+    """types.Sampler over servers of this process, or the proxies of others (remote/server.py).
 
     All methods belong to the asyncio thread; `stats` may be called anywhere.
     """

@@ -18,7 +18,7 @@ from rl_jax.settings import ClusterSettings
 from rl_jax.testing.fake_servers import fake_spec
 from rl_jax.types import TurnError
 
-pytestmark = pytest.mark.slow(seconds=25)
+pytestmark = pytest.mark.slow(seconds=6)
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
@@ -116,6 +116,25 @@ def test_server_lost_in_a_sync_is_fenced_and_refitted_by_the_next_one(world, kit
     request = kit.ask("after", max_new_tokens=8)
     turn = submit(lost, request).get(timeout=kit.PATIENCE_S)
     assert world.is_clean(request, turn) and set(turn.versions.tolist()) == {world.version}
+
+
+def test_fence_fails_requests_at_once_though_the_process_is_stopped_and_drops_its_answers(
+    world, kit
+):
+    server = world.decode[0]
+    unasked = lambda: server.stats()["channel_unasked"]
+    done, pid, dropped = (
+        submit(server, kit.ask("s", max_new_tokens=8)), server.pid, unasked()
+    )  # fmt: skip
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    server.fence("a test")
+    error = done.get(timeout=1.0)
+    assert isinstance(error, TurnError) and error.retryable and time.monotonic() - start < 1.0
+    os.kill(pid, signal.SIGCONT)
+    kit.until(lambda: unasked() == dropped + 1)
+    assert done.empty() and server.pid == pid
+    assert world.publish().state == "PUBLISHED" and server.fenced is None
 
 
 def test_all_decode_servers_dead_is_told_by_router_and_sync(world, kit):

@@ -8,7 +8,7 @@ import pytest
 
 from rl_jax.types import FinishReason, Turn, TurnError
 
-pytestmark = pytest.mark.slow(seconds=15)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=["inproc", "local"])
