@@ -11,6 +11,7 @@ import json
 import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
 from rl_jax.rollout.selection import selected
 from rl_jax.rollout.worker import EnvError, EnvPool
-from rl_jax.settings import Settings, TaskSource
+from rl_jax.settings import ModelSettings, Settings, TaskSource
 from rl_jax.testing.trajectories import fake_group
 from rl_jax.tokens import Renderer, Tokenizer, encodable
 from rl_jax.tokens.load import load_tokenizer, make_renderer
@@ -101,11 +102,9 @@ def load_names(
     if mode != "eval":
         errors += _role_errors(settings, algorithm, tokenizer.vocab_size)
     if 0 < settings.model.vocab_size < tokenizer.vocab_size:
-        source = settings.model.source
         errors.append(
             f"model.vocab_size={settings.model.vocab_size} is below the {tokenizer.vocab_size} tokens of"
-            f" model.tokenizer={settings.model.tokenizer}; "
-            + (f"take the tokenizer of {source}" if source else "set it to 0 to take theirs")
+            f" model.tokenizer={settings.model.tokenizer}; {vocabulary_remedy(settings.model)}"
         )
     if (num := len(renderer.stop_token_ids)) > settings.engine.num_stop_tokens:
         errors.append(
@@ -115,6 +114,15 @@ def load_names(
     if errors:
         raise ConfigError(errors)
     return renderer
+
+
+def vocabulary_remedy(model: ModelSettings) -> str:
+    """What to do where model.vocab_size is below the tokenizer's."""
+    if not model.source:
+        return "set it to 0 to take theirs"
+    if model.tokenizer and Path(model.tokenizer).resolve() == Path(model.source).resolve():
+        return "its config.json and its tokenizer.json are of different models: fetch the directory again"
+    return f"take the tokenizer of {model.source}"
 
 
 def _load_renderer(settings: Settings, resolve: Resolve) -> Renderer:

@@ -17,8 +17,15 @@ from rl_jax.learner.learner import Learner
 from rl_jax.learner.trained import state_bytes
 from rl_jax.mesh import MeshPlan, build_meshes
 from rl_jax.plan_record import checkpoint_need
-from rl_jax.preflight import NUM_LONGEST, NUM_PROMPTS, check_messages, to_count
+from rl_jax.preflight import (
+    NUM_LONGEST,
+    NUM_PROMPTS,
+    check_messages,
+    to_count,
+    vocabulary_remedy,
+)
 from rl_jax.run_dir import RunDir
+from rl_jax.settings import ModelSettings
 from rl_jax.testing.envs import EvenEnv
 from rl_jax.testing.tiny_model import tiny_model
 from rl_jax.tokens import ByteTokenizer
@@ -310,3 +317,17 @@ def test_dry_run_leaves_the_plan_of_a_run_alone_and_refuses_another_config(tmp_p
     code, _, errors = dry_run(tmp_path / "r", capsys, "--config.seed=5")
     assert code == 2 and "belongs to another config: seed 0 there, 5 here" in errors[0]
     assert (tmp_path / "r" / "plan.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("source", "tokenizer", "remedy"),
+    [
+        ("", "byte", "set it to 0 to take theirs"),
+        ("/models/a", "/models/b", "take the tokenizer of /models/a"),
+        ("/models/a", "/models/../models/a", "of different models: fetch the directory again"),
+    ],
+)
+def test_remedy_for_a_vocabulary_that_is_too_small_never_goes_in_a_circle(
+    source, tokenizer, remedy
+):
+    assert remedy in vocabulary_remedy(ModelSettings(source=source, tokenizer=tokenizer))
