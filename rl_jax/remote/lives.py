@@ -49,7 +49,7 @@ class Lives:
         self.spec, self.settings = spec, settings
         self.num = 0  # processes started
         self.final: str | None = None  # why no other process will be started
-        self.stats: dict[str, Any] = {}  # of the process that lives, as of its last pulse
+        self.stats: dict[str, Any] = {}  # of the process that lives, as it told last
         self._log_dir, self._on_end = log_dir, on_end
         self._changed = threading.Condition()
         self._channel: Channel | None = None  # of a process that is built and lives
@@ -103,6 +103,12 @@ class Lives:
         with self._changed:
             now = self._progress
             return now._replace(num_done=self._num_done + now.num_done)
+
+    def told(self, channel: Channel, stats: dict[str, Any]) -> None:
+        """What the process of this channel counted by now, if it lives: what was told once is not forgotten."""
+        with self._changed:
+            if self._channel is channel:
+                self.stats = stats
 
     def dropped(self) -> Counter[str]:
         """What the channels to all processes dropped here, by cause."""

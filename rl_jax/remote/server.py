@@ -131,6 +131,7 @@ class RemoteServer:
         if (channel := self._lives.channel) is not None:
             try:
                 now = codec.stats_from_wire(channel.call("stats", deadline_s=STATS_S).body)
+                self._lives.told(channel, now)
             except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
                 log.info("%s does not tell its counters: %s", self.name, error)
         dropped = {f"channel_{name}": num for name, num in self._lives.dropped().items()}

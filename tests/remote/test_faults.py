@@ -259,6 +259,26 @@ def test_no_process_outlives_its_driver_not_even_a_stopped_one(kit, tmp_path):
     assert alive == []
 
 
+def test_counters_that_were_told_are_not_forgotten_with_the_process(kit, tmp_path):
+    rare = ClusterSettings(heartbeat_s=5.0, lease_s=30.0, restarts=0)  # no pulse tells them in time
+    server = RemoteDecodeServer(
+        fake_spec("decode.0", "decode", kit.ENGINE, kit.SERVE), rare, tmp_path, 20.0
+    )
+    server.start()
+    try:
+        server.wait_ready(kit.PATIENCE_S)
+        server.stage("v1", 1, 0, {"offset": kit.World.offset(1)})
+        server.commit("v1", "recompute", 20.0)
+        submit(server, kit.ask("a", max_new_tokens=6)).get(timeout=20)
+        assert server.stats()["decode_tokens"] == 6 and server.stats()["free_slots"] == 4
+        os.kill(server.pid, signal.SIGKILL)
+        kit.until(lambda: server.fenced is not None and not server._lives.stats)
+        assert server.stats()["decode_tokens"] == 6
+        assert "free_slots" not in server.stats()  # there are none
+    finally:
+        server.close()
+
+
 def test_closed_server_leaves_no_process(kit, tmp_path):
     server = RemoteDecodeServer(
         fake_spec("decode.0", "decode", kit.ENGINE, kit.SERVE), ClusterSettings(), tmp_path, 20.0
