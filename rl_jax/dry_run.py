@@ -48,7 +48,7 @@ def dry_run(
         played = play(settings, pool, renderer)
         for line in played_lines(played, settings.engine.context):
             say(line)
-        check_prompts(settings, played)
+        check_prompts(settings, {tag: one.prompts for tag, one in played.items()})
         record["round_trips"] = {tag: asdict(one.trip) for tag, one in played.items()}
         record["prompts"] = {tag: [asdict(p) for p in one.prompts] for tag, one in played.items()}
     record["programs"] = []

@@ -44,6 +44,7 @@ from rl_jax.plan_record import check_disk, plan_record
 from rl_jax.preflight import (
     Resolve,
     build_model,
+    check_first_prompts,
     check_messages,
     load_names,
     load_plugin,
@@ -114,6 +115,8 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             with progress.phase("environments", "importing them in their worker processes"):
                 prepare_tasks(settings, pool, options.mode)
                 check_messages(settings, pool, renderer.tokenizer)
+                if not options.dry_run:  # it asks for more of them
+                    check_first_prompts(settings, pool, renderer)
         elif options.mode == "train_only":
             saved_steps(settings)
             check_replay(Path(settings.rollout.replay_dir), renderer.template_sha256)

@@ -1,7 +1,8 @@
 """What only the machine, the plugins and the environments can tell, checked before the run directory is made.
 
 config.parse has read the config alone; here its names are loaded, its devices counted, its tokenizer's vocabulary laid
-on the mesh, its environments asked what they offer, and, in a dry run, an episode of each sent through the tokenizer.
+on the mesh, its environments asked what they offer and for a few first observations; in a dry run, an episode of each
+is sent through the tokenizer.
 Each finding is one line of a ConfigError.
 Must not: write anything, or start what is not ended when the check returns.
 """
@@ -52,6 +53,8 @@ NUM_PROMPTS, NUM_LONGEST = (
     64,
     16,
 )  # of a split: first prompts counted all over it, and of the longest tasks
+
+NUM_FIRST, FIRST_LOOK_S = 8, 1.0  # before a run: first prompts of a split, seconds for all splits
 
 Resolve = Callable[[str, Mapping[str, Any]], Any]  # (name, literal table) -> the object
 
@@ -341,12 +344,12 @@ def play(settings: Settings, pool: EnvPool, renderer: Renderer) -> dict[str, Pla
     return run_blocking(run())
 
 
-def check_prompts(settings: Settings, played: Mapping[str, Played]) -> None:
+def check_prompts(settings: Settings, prompts: Mapping[str, Sequence[LongestPrompt]]) -> None:
     """Raises ConfigError naming the longest prompt of each split that has one over the limit."""
     errors = [
         _over(settings, tag, f"first prompt of task {p.task_id}", p.num_tokens, p.limit)
-        for tag, one in played.items()
-        for p in one.prompts
+        for tag, longest in prompts.items()
+        for p in longest
         if p.num_tokens > p.limit
     ]
     if errors:
@@ -368,6 +371,42 @@ def check_messages(settings: Settings, pool: EnvPool, tokenizer: Tokenizer) -> N
                     break
     if errors:
         raise ConfigError(errors)
+
+
+def check_first_prompts(settings: Settings, pool: EnvPool, renderer: Renderer) -> None:
+    """Raises ConfigError as check_prompts, of a few tasks of each split, asked for FIRST_LOOK_S at most; what an
+    environment fails or is slow at is left to its episodes. The pool is prepared, and stays so."""
+    asked = [
+        (source.tag, split, task)
+        for source in settings.tasks.sources
+        for split in pool.splits(source.tag)
+        for task in _few(pool.list_tasks(source.tag, split))
+    ]
+    seen = pool.first_observations([task for *_, task in asked], settings.seed, FIRST_LOOK_S)
+    limit = settings.engine.context - settings.rollout.max_new_tokens
+    longest: dict[tuple[str, str], LongestPrompt] = {}
+    for (tag, split, task), result in zip(asked, seen):
+        if result is None:
+            continue
+        try:
+            num = len(renderer.first([*task.messages, *result.messages], task.tools))
+        except ValueError as error:
+            raise ConfigError([f"tag {tag}: {error}"]) from error
+        known = longest.get((tag, split))
+        if known is None or num > known.num_tokens:
+            num_tasks = len(pool.list_tasks(tag, split))
+            longest[tag, split] = LongestPrompt(split, num_tasks, NUM_FIRST, task.id, num, limit)
+    prompts: dict[str, list[LongestPrompt]] = {}
+    for (tag, _), one in longest.items():
+        prompts.setdefault(tag, []).append(one)
+    check_prompts(settings, prompts)
+
+
+def _few(tasks: Sequence[Task]) -> list[Task]:
+    """NUM_FIRST at most: half that themselves say most, half from all over the split."""
+    spread = range(0, len(tasks), max(len(tasks) * 2 // NUM_FIRST, 1))
+    some = dict.fromkeys([*_longest(tasks)[: NUM_FIRST // 2], *spread])
+    return [tasks[i] for i in list(some)[:NUM_FIRST]]
 
 
 def _over(settings: Settings, tag: str, what: str, num_tokens: int, limit: int) -> str:

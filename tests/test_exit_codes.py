@@ -58,6 +58,18 @@ def test_what_the_preflight_finds_is_one_line_and_no_directory(tmp_path, capsys,
     assert not (tmp_path / "r").exists()
 
 
+def test_a_first_observation_over_the_context_is_told_before_there_is_a_directory(tmp_path, capsys):
+    """So the remedy that it names can be typed with the same --run_dir."""
+    small = ["--config.engine.context=64", "--config.learner.row_tokens=64"]
+    lake = "--config.tasks.sources[0].env=frozen_lake"
+    code, lines = told(capsys, tmp_path / "r", lake, *small)
+    assert code == 2 and lines, lines
+    for line, split in zip(lines, ("train", "eval", "unseen"), strict=True):
+        assert line.startswith(f"error: tag even: the first prompt of task even/{split}/"), line
+        assert "above the 61 that engine.context=64 leaves" in line
+    assert not (tmp_path / "r").exists()
+
+
 def test_environment_must_offer_what_the_mode_needs():
     tasks = lambda tag, split: [SimpleNamespace(id=f"{tag}/{split}/0")]
     pool = SimpleNamespace(prepare=lambda: None, splits=lambda tag: ("eval",), list_tasks=tasks)
@@ -119,6 +131,23 @@ def test_evaluation_that_scores_nothing(tmp_path, capsys):
     assert code == 4 and len(lines) == 1, lines
     assert "took more than rollout.step_timeout_s=1; " in lines[0], lines
     assert "eval.timeout_s" not in lines[0]
+
+
+@pytest.mark.slow
+def test_run_that_an_environment_ended_starts_anew_in_its_directory_once_that_is_mended(
+    tmp_path, capsys
+):
+    broken = "--config.tasks.sources[0].env=rl_jax.testing.envs:MisbehavingEnv"
+    code, lines = told(capsys, tmp_path, broken, "--config.steps=1")
+    assert code == 4 and len(lines) == 1 and (tmp_path / "ledger.jsonl").exists(), lines
+    words = ["--config.steps=1", "--config.metrics.progress=plain"]
+    assert launch.main([CONFIG, f"--run_dir={tmp_path}", *words]) == 0
+    out = capsys.readouterr().out
+    assert f"older records are in {tmp_path}/quarantine" in out
+    assert "config changed since: " in out and "tasks.sources" in out
+    aside = tmp_path / "quarantine" / "before_attempt_1" / "ledger.jsonl"
+    assert '"ERRORED"' in aside.read_text()
+    assert '"ERRORED"' not in (tmp_path / "ledger.jsonl").read_text()
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ Invariants
 
 Life
     1. spawn():    processes start and import in the background (call it before importing what is slow)
-    2. prepare():  blocks until imports are done and all task lists are there: list_tasks(), splits(), has_script()
+    2. prepare():  blocks until imports are done and all task lists are there: list_tasks(), splits(), has_script(),
+                   and first_observations()
     3. start():    on the loop's thread; then open() -> EnvHandle, reset(), step(), script(), close(); score()
     4. close():    environments are closed, processes ended
 
@@ -22,6 +23,7 @@ Must not: know the scheduler, the ledger or a reward's meaning.
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +240,61 @@ class EnvPool:
             tasks += [wire.task_from_wire(task) for task in part["tasks"]]
             if len(tasks) >= part["size"]:
                 return tuple(tasks)
+
+    def first_observations(
+        self, tasks: Sequence[Task], seed: int, patience_s: float
+    ) -> list[StepResult | None]:
+        """Of each task, between prepare() and start(); None where none came in patience_s, or its reset failed.
+
+        A reset that takes longer is left to its own deadline and ends by itself; a worker that ended is replaced.
+        Neither is charged to anybody: the episode that meets it will tell. Raises: EnvError, as prepare().
+        """
+        return run_blocking(self._look(tasks, seed, patience_s))
+
+    async def _look(
+        self, tasks: Sequence[Task], seed: int, patience_s: float
+    ) -> list[StepResult | None]:
+        found: list[StepResult | None] = [None] * len(tasks)
+        waiting = iter(enumerate(tasks))
+        limit = Limit(self.settings.reset_timeout_s, "rollout.reset_timeout_s")
+
+        async def look(worker: WorkerProcess) -> None:
+            for i, task in waiting:
+                self._num_opened += 1
+                uid, number = f"first_look/{task.id}", self._num_opened
+                reset = worker.call(
+                    "reset", uid, limit, e=number, task=wire.task_to_wire(task), seed=seed
+                )
+                # Sent at once: a reset that nobody waits for any longer is closed all the same.
+                closed = worker.call("close", uid, self.step_limit, e=number)
+                answer, _ = await asyncio.gather(reset, closed, return_exceptions=True)
+                if not isinstance(answer, BaseException):
+                    found[i] = wire.step_from_wire(answer)
+                if worker.fault is not None:
+                    return
+
+        try:
+            for worker in self._workers.values():
+                worker.attach(on_death=lambda worker: None)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    workers = [w for n, w in self._workers.items() if n.startswith("env_")]
+                    await asyncio.gather(*map(look, workers))
+            for name, worker in list(self._workers.items()):
+                with suppress(WorkerFault):
+                    await worker.ready()
+                if worker.fault is not None:
+                    worker = self._workers[name] = self._new_worker(name)
+                    worker.attach(on_death=lambda worker: None)
+                    await worker.ready()
+        except BaseException as error:  # an interrupt too must leave no process behind
+            await self.close()
+            if isinstance(error, WorkerFault):
+                raise self.charge(error) from None
+            raise
+        for worker in self._workers.values():
+            worker.detach()
+        return found
 
     # --- on the loop --------------------------------------------------------------------------------------------------
 

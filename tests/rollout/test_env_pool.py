@@ -61,7 +61,8 @@ SOURCES = [
 class Bench:
     """A started pool on a loop of its own."""
 
-    def __init__(self, sources, log_dir=None, rewards=None, **settings):
+    def __init__(self, sources, log_dir=None, rewards=None, look=(), **settings):
+        """look: tags whose first observation is asked for before the start."""
         settings = {
             "step_timeout_s": TIMEOUT_S,
             "reset_timeout_s": TIMEOUT_S,
@@ -69,6 +70,9 @@ class Bench:
         } | settings
         self.pool = EnvPool(sources, RolloutSettings(**settings), rewards, log_dir)
         self.pool.prepare()
+        if look:
+            tasks = [self.pool.list_tasks(tag, "train")[0] for tag in look]
+            self.seen = self.pool.first_observations(tasks, seed=1, patience_s=0.5)
         self.loop = asyncio.new_event_loop()
         self.run(self.pool.start())
 
@@ -118,6 +122,29 @@ def test_tasks_come_from_the_worker_as_data(bench):
 def test_episode_by_hand(bench):
     assert bench.run(bench.play_good()) == [1.0, 0.0]
     assert bench.pool.num_live == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["raise", "exit", "hang"])
+def test_a_look_at_first_observations_costs_no_episode_anything(fault):
+    source = misbehaving(fault, "reset")
+    bench = Bench([GOOD, source], env_workers=1, look=("good", source.tag))
+    try:
+        assert bench.seen[0].messages[0].content == "say ant0" and bench.seen[1] is None
+        assert not bench.pool.counts
+        if fault != "hang":  # that one ends at its own deadline, with what waits behind it
+            assert bench.run(bench.play_good()) == [1.0, 0.0]
+            return
+
+        async def wait():
+            while not bench.pool.counts["restarts"]:
+                await asyncio.sleep(0.05)
+
+        bench.run(wait())
+        assert bench.run(bench.play_good()) == [1.0, 0.0]
+        assert set(bench.pool.counts) == {"restarts"}
+    finally:
+        bench.close()
 
 
 def step_of(bench, fault, at="step"):
