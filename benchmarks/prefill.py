@@ -54,7 +54,7 @@ def main() -> None:
     profiles, params = {}, None
     for way in args.ways:
         engine = make_engine(shape, way, args.tiny)
-        params = params or draw(engine.served, engine.served_shardings)
+        params = params or draw(engine.served, engine.served_formats)
         found = measure(engine, params, way, args.tiny, args.profile is not None)
         profiles[way] = found.pop("profile", None)
         flop, seconds = found.pop("flop"), found.pop("seconds")

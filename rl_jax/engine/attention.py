@@ -17,12 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels import decode_attention
+from kernels import decode_attention, decode_rows_hopper
 from kernels import paged_attention_hopper as hopper_kernel
 from kernels.packed_attention import KERNELS, Split, unfit
 from kernels.paged_attention import Scores, paged_attention, split_items
@@ -50,6 +51,7 @@ class StepAttention:
     # (product [P, S, K, G + 2, Dh] in parts, bias [K, G + 2, Dh] or None, (cos, sin) f32[S, Dh / 2], cache, slots)
     of_product: Callable[..., tuple[jax.Array, Pair]] | None = None
     interpret: bool = False  # those kernels, on CPU, for tests
+    rows: decode_rows_hopper.Hopper | None = None  # the products of such layers by its kernels
 
 
 def choose_attention(
@@ -79,6 +81,25 @@ def choose_attention(
         "; ".join(dict.fromkeys(why)),
     )
     return best if best is PLAIN or mesh.size == 1 else by_shard(best, mesh, heads)
+
+
+def with_rows(
+    step: StepAttention, settings: ModelSettings, mesh: Mesh, slots: int
+) -> StepAttention:
+    """step with the kernels for the products of many slots, where it has such layers and the device those kernels."""
+    device: Any = mesh.devices.flat[0]
+    if step.of_product is None or mesh.size > 1 or settings.dtype != "bfloat16":
+        return step
+    if device.platform not in ("gpu", "cuda") or device.compute_capability != "9.0":
+        return step
+    rows = decode_rows_hopper.Hopper(device.core_count)
+    s = settings
+    heads = (s.num_heads, s.num_heads + 2 * s.num_kv_heads)
+    sizes = [s.embed_size, s.mlp_size, *(num * s.head_dim for num in heads)]
+    if not all(rows.takes(slots, size) for size in sizes):
+        return step
+    LOG.info("products of %d slots: Hopper kernels", slots)
+    return replace(step, rows=rows)
 
 
 def _hopper_unfit(settings: ModelSettings, device: jax.Device, page_size: int) -> str:

@@ -28,14 +28,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Sharding
 
 from kernels.kv import NO_PAGE, KVSpec
 from rl_jax.engine import programs
-from rl_jax.engine.attention import PLAIN, choose_attention, choose_chunk_attention
+from rl_jax.engine.attention import (
+    PLAIN,
+    choose_attention,
+    choose_chunk_attention,
+    with_rows,
+)
 from rl_jax.engine.chunks import fresh_chunk, is_fresh, padding_chunk
 from rl_jax.engine.state import Cache, DecodeState, SlotState, empty_sampling, empty_slots
 from rl_jax.lowering import Lowering, Program
-from rl_jax.mesh import mesh_axes, named_sharding, shardings
+from rl_jax.mesh import RulesLike, mesh_axes, named_sharding, shardings
 from rl_jax.models.model import Model
 from rl_jax.settings import EngineSettings, ModelSettings
 from rl_jax.types import BlockTokens, PrefillChunk, SlotSampling
@@ -81,7 +88,6 @@ class JaxEngine:
         self.param_shardings = shardings(model.logical_axes, rules_serve, mesh)
         heads, kv_heads = mesh_axes(("heads", "kv_heads"), rules_serve)
         self.served = model.packed if model.packed is not None and heads == kv_heads else model
-        self.served_shardings = shardings(self.served.logical_axes, rules_serve, mesh)
         self._replicated = named_sharding((), rules_serve, mesh)
         self._cache_sharding = named_sharding(self.spec.axes, rules_serve, mesh)
         # Copies of pages have as many as a bucket, which no mesh axis need divide.
@@ -93,6 +99,8 @@ class JaxEngine:
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         page_size = self.spec.page_size
         attention = choose_attention(s, rules_serve, mesh, settings.context, page_size)
+        attention = with_rows(attention, s, mesh, settings.slots)
+        self.served_formats = self._formats(rules_serve, attention.rows is not None)
         self.chunk_attention = choose_chunk_attention(s, rules_serve, mesh, settings.context)
         self.step = programs.Step(
             attention, not on_cpu, settings.steps_per_block, settings.context, support
@@ -101,6 +109,15 @@ class JaxEngine:
         whole = self.visible_buckets[-1:]
         self.step_buckets = self.visible_buckets if attention is PLAIN else whole
         self._compile()
+
+    def _formats(self, rules: RulesLike, for_rows: bool) -> dict[str, Sharding | Format]:
+        """Where each weight of `served` lies, and how: some as the kernels for many rows read them."""
+        places = shardings(self.served.logical_axes, rules, self.mesh)
+        orders = {n: join.rows_order for n, join in self.model.joins.items() if for_rows}
+        return {
+            name: place if (order := orders.get(name)) is None else Format(Layout(order), place)
+            for name, place in places.items()
+        }
 
     @property
     def packs_fresh(self) -> bool:
@@ -126,7 +143,7 @@ class JaxEngine:
         return self.model.pack(params, self._join)
 
     def _join(self, name: str, parts: list[jax.Array]) -> jax.Array:
-        of, place = self.model.joins[name].of, self.served_shardings[name]
+        of, place = self.model.joins[name].of, self.served_formats[name]
         if (of, place) not in self._joins:
             self._joins[of, place] = jax.jit(of, out_shardings=place)
         return self._joins[of, place](parts)
@@ -282,7 +299,7 @@ class JaxEngine:
         self._init_state = jit(init_state, out_shardings=state_out)
         self._zero_params = jit(
             lambda: {n: jnp.zeros(a.shape, dtype) for n, a in model.abstract.items()},
-            out_shardings=self.served_shardings,
+            out_shardings=self.served_formats,
         )
         self._joins: dict[Any, Any] = {}
         self._extend = jit(

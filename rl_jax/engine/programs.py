@@ -24,6 +24,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from kernels import decode_rows_hopper
 from kernels.decode_rows import add_norm, fits, gated_matmul, split_matmul
 from rl_jax.engine.attention import (
     ChunkAttention,
@@ -212,24 +213,34 @@ def decode_step(
         return out
 
     if attention.of_product is not None:
-        kernels = (
-            partial(kernel, interpret=attention.interpret)
-            for kernel in (split_product, gated_product, add_norm)
+        how = {"interpret": attention.interpret, "rows": attention.rows}
+        attend = FusedAttend(
+            attend,
+            of_product,
+            product=partial(split_product, **how),
+            gated=partial(gated_product, **how),
+            add_norm=partial(add_norm, interpret=attention.interpret),
         )
-        attend = FusedAttend(attend, of_product, *kernels)
     hidden = model.hidden(params, slots.last_token[:, None], position[:, None], attend)
     return tuple(new_kv), model.logits(params, hidden[:, 0])
 
 
-def split_product(x: jax.Array, w: jax.Array, *, interpret: bool) -> jax.Array:
-    """x @ w in parts, by the kernel for few rows; in one part by XLA for many."""
+Rows = decode_rows_hopper.Hopper | None
+
+
+def split_product(x: jax.Array, w: jax.Array, *, interpret: bool, rows: Rows) -> jax.Array:
+    """x @ w in parts, by the kernel for many rows or for few; else in one part by XLA."""
+    if rows is not None:
+        return decode_rows_hopper.split_matmul(x, w, rows)
     if fits(x.shape, w.shape[1]):
         return split_matmul(x, w, interpret=interpret)
     return (x @ w)[None]
 
 
-def gated_product(x: jax.Array, w: jax.Array, *, interpret: bool) -> jax.Array:
-    """FusedAttend.gated, by the kernel for few rows."""
+def gated_product(x: jax.Array, w: jax.Array, *, interpret: bool, rows: Rows) -> jax.Array:
+    """FusedAttend.gated, by the kernel for many rows, for which w lies as Join.rows_order says, or for few."""
+    if rows is not None:
+        return decode_rows_hopper.gated_matmul(x, jnp.transpose(w, (1, 2, 0)), rows)
     if fits(x.shape, w.shape[2]):
         return gated_matmul(x, w, interpret=interpret)
     both = jnp.einsum("sd,dcf->scf", x, w)

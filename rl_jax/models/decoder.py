@@ -262,7 +262,7 @@ def joins_of(packed: Model, settings: ModelSettings) -> dict[str, Join]:
             parts = tuple(f"{path}.{part}{bias}" for part in ("query", "key", "value"))
             joins[name] = Join(parts, by_group)
         elif last == "gate_up":
-            joins[name] = Join((f"{path}.gate", f"{path}.up"), side_by_side)
+            joins[name] = Join((f"{path}.gate", f"{path}.up"), side_by_side, rows_order=(1, 2, 0))
     return joins
 
 

@@ -47,6 +47,8 @@ class Join:
 
     parts: tuple[str, ...]  # names of the weights it joins
     of: Callable[[list[jax.Array]], jax.Array]
+    # Its dimensions as they lie in memory where kernels for many rows read it, what is summed over innermost.
+    rows_order: tuple[int, ...] | None = None  # None: as they are
 
 
 @dataclass(frozen=True, eq=False)  # by identity, so that a Model may be a static argument of jit

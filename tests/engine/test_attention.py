@@ -14,9 +14,10 @@ import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstract_mesh
 
-from kernels import paged_attention_hopper
+from kernels import decode_rows_hopper, paged_attention_hopper
 from kernels.decode_attention import Tuning, decode_attention
 from kernels.decode_rows import add_norm, gated_matmul, split_matmul
+from kernels.decode_rows_hopper import Hopper
 from rl_jax.engine.attention import (
     HOPPER,
     PLAIN,
@@ -27,7 +28,9 @@ from rl_jax.engine.attention import (
     hopper,
     parts_of,
     plain,
+    with_rows,
 )
+from rl_jax.engine.engine import JaxEngine
 from rl_jax.engine.programs import Step, decode_step, generate
 from rl_jax.engine.state import DecodeState, empty_slots
 from rl_jax.mesh import AXES, SERVE_RULES, make_mesh
@@ -246,8 +249,8 @@ def lowered(step, *args) -> str:
 
 
 @functools.cache
-def fused_model(dtype: str, qk_norm: bool = False):
-    """Packed, of layers that fit the kernels, and the shapes of 64 slots of it."""
+def fused_model(dtype: str, qk_norm: bool = False, num_slots: int = 64):
+    """Packed, of layers that fit the kernels, and the shapes of the slots of it."""
     shape = {
         "num_layers": 1,
         "embed_size": 128,
@@ -258,38 +261,104 @@ def fused_model(dtype: str, qk_norm: bool = False):
         "qk_norm": qk_norm,
     }
     model = build_model(tiny_settings(**shape, dtype=dtype, param_dtype=dtype), 264)
-    cache = jax.ShapeDtypeStruct((64 * N, PAGE, 2, 16), jnp.dtype(dtype))
-    slots = jax.eval_shape(lambda: empty_slots(EngineSettings(slots=64)))
+    cache = jax.ShapeDtypeStruct((num_slots * N, PAGE, 2, 16), jnp.dtype(dtype))
+    slots = jax.eval_shape(lambda: empty_slots(EngineSettings(slots=num_slots)))
     return model, DecodeState(((cache, cache),), slots)
+
+
+def drawn_step(dtype: str, qk_norm: bool = False, num_slots: int = 64):
+    """(the model, what a decode step of it takes): random, at ragged positions, slot 5 not active."""
+    model, state = fused_model(dtype, qk_norm, num_slots)
+    rng = np.random.default_rng()
+    params = jax.jit(lambda key: model.pack(model.init(key)))(jax.random.key(0))
+    noise = lambda x: jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype)
+    params = {n: x + noise(x) for n, x in params.items()}
+    kv = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), state.kv)
+    slots = replace(
+        empty_slots(EngineSettings(slots=num_slots)),
+        context_length=jnp.asarray(rng.integers(1, T, num_slots), jnp.int32),
+        active=jnp.arange(num_slots) != 5,
+        max_new_tokens=jnp.full(num_slots, 9),
+    )
+    tables = jnp.asarray(rng.permutation(num_slots * N).reshape(num_slots, N), jnp.int32)
+    return model, (params, kv, slots, tables)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_a_step_by_the_kernels_equals_the_portable_step(qk_norm):
-    """Interpreted, in float32, at ragged positions with a slot that is not active."""
-    model, state = fused_model("float32", qk_norm)
-    rng = np.random.default_rng()
-    params = jax.jit(lambda key: model.pack(model.init(key)))(jax.random.key(0))
-    params = {n: x + 0.1 * rng.normal(size=x.shape).astype("f4") for n, x in params.items()}
-    kv = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), state.kv)
-    slots = replace(
-        empty_slots(EngineSettings(slots=64)),
-        context_length=jnp.asarray(rng.integers(1, T, 64), jnp.int32),
-        active=jnp.arange(64) != 5,
-        max_new_tokens=jnp.full(64, 9),
-    )
-    tables = jnp.asarray(rng.permutation(64 * N).reshape(64, N), jnp.int32)
+    """Interpreted, in float32."""
+    model, args = drawn_step("float32", qk_norm)
     kernel = partial(decode_attention, tuning=Tuning(block=4, interpret=True))
     made = []
     heads = TRITON.of_heads if not qk_norm else plain  # the kernel itself has a test above
     for attention in (PLAIN, replace(TRITON, of_heads=heads, of_product=kernel, interpret=True)):
         step = partial(decode_step, model.packed, attention=attention)
-        made.append(jax.jit(step)(params, kv, slots, tables))
+        made.append(jax.jit(step)(*args))
     (right, want), (kept, got) = made
-    active = np.flatnonzero(slots.active)
+    active = np.flatnonzero(args[2].active)
     np.testing.assert_allclose(got[active], want[active], atol=1e-4)
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(decode_rows_hopper.plgpu, "InterpretGPUParams"),
+    reason="this jax interprets no GPU",
+)
+def test_a_step_of_many_rows_by_their_kernels_equals_the_portable_step():
+    """Interpreted, in bfloat16, against the portable step in float32: as near as that one in bfloat16."""
+    model, args = drawn_step("bfloat16", num_slots=256)
+    rows = Hopper(4, interpret=decode_rows_hopper.plgpu.InterpretGPUParams())
+    kernel = partial(decode_attention, tuning=Tuning(block=4, interpret=True))
+    by_kernels = replace(TRITON, of_product=kernel, interpret=True, rows=rows)
+    step = lambda attention: partial(decode_step, model.packed, attention=attention)
+    (_, plainly), (_, got) = (jax.jit(step(a))(*args) for a in (PLAIN, by_kernels))
+    exact = fused_model("float32", num_slots=256)[0].packed
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, args)
+    _, want = jax.jit(partial(decode_step, exact, attention=PLAIN))(*wide)
+    active = np.flatnonzero(args[2].active)
+    off, off_plainly = (np.abs(x - want)[active].mean() for x in (got, plainly))
+    assert 0 < off < 1.2 * off_plainly
+
+
+def test_many_slots_of_a_hopper_gpu_have_kernels_and_weights_that_lie_as_they_read_them():
+    device = SimpleNamespace(
+        platform="gpu", compute_capability="9.0", device_kind="H100", core_count=132
+    )
+    mesh = SimpleNamespace(devices=np.array([device]), size=1)
+    settings = fused_model("bfloat16")[0].settings
+    assert with_rows(TRITON, settings, mesh, 256).rows == Hopper(132)
+    two = SimpleNamespace(devices=mesh.devices, size=2)
+    ampere = SimpleNamespace(**vars(device) | {"compute_capability": "8.0"})
+    older = SimpleNamespace(devices=np.array([ampere]), size=1)
+    for step, model, place, slots in (
+        (HOPPER, settings, mesh, 256),  # no kernels for layers
+        (TRITON, replace(settings, dtype="float32"), mesh, 256),
+        (TRITON, replace(settings, mlp_size=100), mesh, 256),
+        (TRITON, settings, two, 256),
+        (TRITON, settings, older, 256),
+        (TRITON, settings, mesh, 128),
+    ):
+        assert with_rows(step, model, place, slots) is step
+
+
+def test_packed_weights_lie_as_the_kernels_for_many_rows_read_them(monkeypatch):
+    model, _ = fused_model("bfloat16")
+    of_cpu = lambda step, *_: replace(step, rows=Hopper(132))
+    mesh = make_mesh({}, jax.devices()[:1])
+    make = lambda: JaxEngine(model, mesh, SERVE_RULES, EngineSettings(slots=4, context=32), "d")
+    usual = make()
+    monkeypatch.setattr("rl_jax.engine.engine.with_rows", of_cpu)
+    engine = make()
+    params = model.cast(model.init(jax.random.key(0)), jnp.bfloat16)
+    packed, same = engine.pack(dict(params)), usual.pack(dict(params))
+    for made in (packed, engine.zero_params()):
+        orders = {n: x.format.layout.major_to_minor for n, x in made.items() if x.ndim == 3}
+        assert orders.pop("layers.0.mlp.gate_up") == (1, 2, 0)
+        assert set(orders.values()) <= {(0, 1, 2)}
+    assert all((packed[name] == same[name]).all() for name in same)
 
 
 def test_each_device_attends_with_its_own_heads():
