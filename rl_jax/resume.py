@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "weights.deadline_s",
     "weights.retries",
     "weights.bucket_bytes",
+    "weights.transport",
     "rollout.*_timeout_s",
     "rollout.env_workers",
     "rollout.envs_per_worker",

@@ -415,6 +415,9 @@ class FrozenSettings:
 @dataclass(frozen=True)
 class WeightSettings:
     kv: str = "recompute"  # recompute | keep: KV of live histories at a swap
+    # To servers of the driver's process. packed: each device packs what each other one needs, without a collective |
+    # reshard: a collective on the train mesh lays a bucket out as its targets do, then shards are copied.
+    transport: str = "packed"
     bucket_bytes: int = (
         1 << 30
     )  # smaller ones lose to the host's work a bucket (benchmarks/README.md)

@@ -179,6 +179,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "learner.attention": ("auto", "plain", "cudnn", "splash"),
     "serve.pd_balance": ("fixed", "auto"),
     "weights.kv": ("recompute", "keep"),
+    "weights.transport": ("packed", "reshard"),
     "metrics.progress": PROGRESS_FORMS,
     "cluster.backend": ("inproc", "local"),
     **dict.fromkeys(

@@ -1,7 +1,8 @@
 """Moves one bucket of trained parameters to servers of other processes: once to the host, whatever their number.
 
 HostCopy casts the bucket to the served dtype where it lies and starts its copy to the host; every target gets the same
-arrays, which its proxy sends on. ByPlace gives each target what suits it: those of this process what PackedCopy gives.
+arrays, which its proxy sends on. ByPlace gives each target what suits it: those of this process what one of TRANSPORTS
+gives.
 Invariants: what is sent never shares memory with the train state (the learner donates that); a bucket of new shapes
 compiles once.
 Must not: wait, know how a process is reached, or what a target's layout is (the process lays out what it gets).
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 
 from rl_jax.weights.packed_copy import Arrays, PackedCopy
 from rl_jax.weights.plan import SyncPlan
+from rl_jax.weights.reshard_copy import ReshardCopy
 
 
 class HostCopy:
@@ -35,12 +37,17 @@ class HostCopy:
         return {target: dict(cast) for target in targets}
 
 
+TRANSPORTS = {"packed": PackedCopy, "reshard": ReshardCopy}
+
+
 class ByPlace:
     """The transport of a plan whatever its targets are."""
 
-    def __init__(self, plan: SyncPlan):
+    def __init__(self, plan: SyncPlan, transport: str = "packed"):
+        """transport: of TRANSPORTS, to targets of this process."""
         self._is_here = {name: isinstance(t.mesh, Mesh) for name, t in plan.targets.items()}
-        self._here = PackedCopy(plan, [name for name, is_here in self._is_here.items() if is_here])
+        here = [name for name, is_here in self._is_here.items() if is_here]
+        self._here = TRANSPORTS[transport](plan, here)
         self._elsewhere = HostCopy(plan)
 
     def send(

@@ -49,9 +49,11 @@ class Route:
 class ReshardCopy:
     """A transport for meshes of one process. Owns the compiled programs; a bucket of new shapes compiles once."""
 
-    def __init__(self, plan: SyncPlan):
+    def __init__(self, plan: SyncPlan, targets: Sequence[str] | None = None):
+        """targets: as of PackedCopy."""
         self.plan = plan
-        self.stagings, self.routes = _routes(plan)
+        names = plan.targets if targets is None else targets
+        self.stagings, self.routes = _routes(plan, [plan.targets[name] for name in names])
         self._programs: dict[tuple, jax.stages.Wrapped] = {}
 
     def send(
@@ -134,12 +136,14 @@ class _Copies:
         return jax.device_put(self._arrays, self._places) if self._arrays else []
 
 
-def _routes(plan: SyncPlan) -> tuple[tuple[Staging, ...], dict[str, Route]]:
+def _routes(
+    plan: SyncPlan, targets: Sequence[Target]
+) -> tuple[tuple[Staging, ...], dict[str, Route]]:
     """Stagings shared by targets whose shards lie alike, and each target's route out of its staging."""
     stagings: dict[tuple, Staging] = {}
     turns: dict[tuple, int] = {}  # targets of a staging so far: the next takes the next replica
     routes = {}
-    for target in plan.targets.values():
+    for target in targets:
         layout = source_layout(plan.train_mesh, target.mesh)
         shardings = {
             name: layout.sharding(target.shardings[name], p.shape)

@@ -52,7 +52,7 @@ class WeightSync:
         settings: WeightSettings,
         transport: Any = None,
     ):
-        """transport: has PackedCopy's `send`; ByPlace of the plan unless given."""
+        """transport: has PackedCopy's `send`; ByPlace of the plan, by settings.transport, unless given."""
         names = {t.name for t in targets}
         if names != set(plan.targets):
             raise ValueError(
@@ -60,7 +60,7 @@ class WeightSync:
             )
         self.plan, self.settings = plan, settings
         self.version = -1  # of the last published weights; -1 before the first
-        self._transport = ByPlace(plan) if transport is None else transport
+        self._transport = ByPlace(plan, settings.transport) if transport is None else transport
         self._targets = {t.name: t for t in targets}
         self._lanes = {name: Lane(name) for name in (*self._targets, "train")}
         self._fenced: dict[str, str] = {}  # server -> why

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from rl_jax.settings import WeightSettings
+from rl_jax.weights.host_copy import TRANSPORTS
 from rl_jax.weights.lanes import Lane, Overdue, wait
 from rl_jax.weights.packed_copy import PackedCopy
-from rl_jax.weights.reshard_copy import ReshardCopy
 from rl_jax.weights.sync import IN_FLIGHT, WeightSync
 
 
 class Fleet:
     """A train mesh of 2, one prefill server and two decode servers of 2 devices each, and their sync."""
 
-    def __init__(self, kit, faults=None, transport=None, decode=2, **settings):
+    def __init__(self, kit, faults=None, transport=None, decode=2, by="packed", **settings):
         faults = faults or {}
         self.train = kit.train_side(kit.devices[:2], {"fsdp": 2})
         kinds = [("prefill.0", "prefill")] + [(f"decode.{i}", "decode") for i in range(decode)]
@@ -36,7 +36,7 @@ class Fleet:
         self.sync = WeightSync(
             plan,
             list(self.servers.values()),
-            WeightSettings(**settings),
+            WeightSettings(transport=by, **settings),
             transport and transport(plan),
         )
 
@@ -105,8 +105,8 @@ def test_published_weights_are_the_trained_ones_on_every_server(fleet):
         assert equal(f.served(name), f.train.host)
 
 
-@pytest.mark.parametrize("transport", [PackedCopy, ReshardCopy])
-def test_a_publish_puts_arrays_only_where_they_are_laid_out_alike(fleet, monkeypatch, transport):
+@pytest.mark.parametrize("by", TRANSPORTS)
+def test_a_publish_puts_arrays_only_where_they_are_laid_out_alike(fleet, monkeypatch, by):
     put, seen = jax.device_put, []
 
     def spy(tree, places=None, **options):
@@ -120,7 +120,8 @@ def test_a_publish_puts_arrays_only_where_they_are_laid_out_alike(fleet, monkeyp
         return [str(sharding.devices_indices_map(shape)[d]) for d in sharding._device_assignment]
 
     is_pair = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], jax.Array)
-    f = fleet(transport=transport)
+    f = fleet(by=by)
+    assert isinstance(f.sync._transport._here, TRANSPORTS[by])
     monkeypatch.setattr(jax, "device_put", spy)
     assert f.sync.publish(f.train.params, 0).state == "PUBLISHED"
     assert len(seen) >= 6  # three servers of two devices

@@ -9,12 +9,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rl_jax.mesh import make_mesh
+from rl_jax.weights.host_copy import TRANSPORTS
 from rl_jax.weights.layout import boxes, pieces, source_layout
 from rl_jax.weights.packed_copy import PackedCopy, _num_holders, _parts
 from rl_jax.weights.plan import Parameter, Target
 from rl_jax.weights.reshard_copy import ReshardCopy
-
-TRANSPORTS = {"packed": PackedCopy, "reshard": ReshardCopy}
 
 # name -> (train axes, [(first device, axes) of each server]); train starts at device 0.
 MESHES = {
