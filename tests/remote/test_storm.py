@@ -14,7 +14,7 @@ import pytest
 
 from rl_jax.types import TurnError
 
-pytestmark = pytest.mark.slow(seconds=12)
+pytestmark = [pytest.mark.slow(seconds=12), pytest.mark.timeout(1800)]
 
 POINTS = ("before stage", "after stage", "before digest", "after digest", "before commit", "after commit")  # fmt: skip
 CLIENTS = 4
