@@ -25,7 +25,7 @@ LOG = logging.getLogger(__name__)
 
 # name -> one-line meaning. A name may end in ".x": one task tag, evaluation or reason. lag{n}: n = consuming version
 # minus the version that sampled the token, 9 stands for 9 and more; pure or mixed: whether all KV behind the token was
-# of that version.
+# of that version. at{n}: n members of a group; 2, 4, 8, ... and the size of the groups.
 METRICS = {
     "reward/mean": "reward of the trained trajectories",
     "reward/std": "standard deviation of the reward over trajectories",
@@ -39,6 +39,8 @@ METRICS = {
     "filter/batches": "groups completed for the batch, in batches: rounds of dynamic sampling",
     "reward/mean_all": "reward of all trajectories completed since the batch before, what was not selected included",
     "reward/success_all": "of them, the share whose reward is 1",
+    "reward/pass_at{n}": "estimate of the share of tasks that n episodes solve at least once, over the trained groups",
+    "reward/pass_at{n}_all": "the same over all groups completed since the batch before",
     "reward/model": "the reward model's score of a trained trajectory, before algorithm.reward_model_coef",
     "reward/solved_all_groups": "share of groups whose every trajectory succeeded",
     "reward/solved_no_groups": "share of groups of which none did",
@@ -50,12 +52,15 @@ METRICS = {
     "policy/entropy_coef": "coefficient of the entropy bonus, where it follows algorithm.entropy.target",
     "policy/loss": "the loss that was minimised, over the global count",
     "policy/clip_frac": "share of trained tokens whose ratio was clipped",
+    "policy/clip_frac_low": "of these, at the lower bound: advantage not above 0 (cispo: ratio below ratio_min)",
+    "policy/clip_frac_high": "at the upper bound: advantage above 0 (cispo: ratio above ratio_max)",
     "policy/dual_clip_frac": "share of trained tokens at the bound of algorithm.dual_clip",
     "policy/ratio": "probability ratio to the behaviour policy, a trained token",
     "policy/reverse_kl": "log-prob minus the teacher's, a trained token: KL to the teacher",
     "policy/kl": "k3 estimate of the KL to the reference policy, a trained token",
     "policy/advantage": "advantage a trained token; about 0 by construction",
     "optim/grad_norm": "global gradient norm before clipping",
+    "optim/grad_norm_clipped": "the same after it: what the optimizer was given, at most learner.grad_clip",
     "optim/learning_rate": "learning rate of the update",
     "optim/skipped": "updates skipped because loss or gradient was not finite",
     "sft/loss": "cross-entropy in nats a trained token, of a warm start or of rows; .held_out: of those held out",
@@ -97,6 +102,7 @@ METRICS = {
     "critic/return": "what it is trained towards",
     "critic/clip_frac": "share of tokens whose value moved beyond critic.value_clip",
     "critic/grad_norm": "norm of the critic's gradient, before clipping",
+    "critic/grad_norm_clipped": "after it",
     "critic/learning_rate": "rate of the critic's step",
     "critic/skipped": "1 if the critic's update was not finite and was skipped",
     "staleness/mean": "consuming version minus the version of a trained token",
@@ -141,6 +147,10 @@ METRICS = {
     "serve/append_tokens": "observation tokens appended to live histories, in the step",
     "serve/recompute_tokens": "tokens whose KV was rebuilt after a swap, in the step",
     "serve/decode_tokens": "tokens sampled, in the step",
+    "serve/running": "requests that a decode server generated for, mean over its blocks in the step",
+    "serve/waiting": "requests that waited there for a slot or pages, mean over the same blocks",
+    "serve/kv_usage": "share of the KV cache's pages that live histories held, mean over the same blocks",
+    "serve/prefill_prompts": "prompts that a prefill server had, mean over its chunks in the step; 1: no line",
     "serve/long_appends": "suffixes over engine.append_limit that a decode server appended itself, in the step",
     "serve/prefilled_suffixes": "suffixes of live histories that prefill servers computed, in the step",
     "serve/stalled_servers": "servers fenced because they made no progress, in the step",
@@ -172,12 +182,12 @@ METRICS = {
     "goodput/sample": "trained tokens over sampled tokens, since the start of the run",
 }
 
-_LAG = re.compile(r"(?<=_lag)\d+")
+_NUMBER = re.compile(r"(?:(?<=_lag)|(?<=_at))\d+")
 
 
 def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
     """Those that are not of the METRICS table, tag suffix and lag number aside."""
-    return tuple(n for n in names if _LAG.sub("{n}", n.split(".")[0]) not in METRICS)
+    return tuple(n for n in names if _NUMBER.sub("{n}", n.split(".")[0]) not in METRICS)
 
 
 @dataclass(frozen=True)
@@ -223,6 +233,25 @@ def merge_rows(rows: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
         for name, metric in row.items():
             merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
+
+
+def pass_rates(groups: Iterable[Iterable[float | None]]) -> dict[int, Metric]:
+    """k -> pass@k of groups of rewards: the share of tasks that k episodes solve (reward 1) at least once.
+
+    A group of n rewards, c of them solved, estimates it as 1 - C(n - c, k) / C(n, k), without bias; for k = n that is
+    whether any is. Groups with fewer than k rewards have no part in it. k: 2, 4, 8, ... and the largest n; k = 1 is the
+    success rate. Source: arXiv:2107.03374, eq. 1.
+    """
+    counted = []
+    for values in groups:
+        known = [value for value in values if value is not None]
+        counted.append((len(known), known.count(1.0)))
+    most = max((n for n, _ in counted), default=0)
+    sizes = sorted({most, *(1 << i for i in range(1, most.bit_length()))} - {0, 1})
+    return {
+        k: Metric.of(1.0 - math.comb(n - c, k) / math.comb(n, k) for n, c in counted if n >= k)
+        for k in sizes
+    }
 
 
 def values_of(row: Row) -> tuple[dict[str, float], int]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from rl_jax.disk import naming
 from rl_jax.guards import Alarm
-from rl_jax.metrics import Metric, MetricsWriter
+from rl_jax.metrics import Metric, MetricsWriter, pass_rates
 from rl_jax.progress import Progress
 from rl_jax.rollout.traces import write_traces
 from rl_jax.settings import MetricsSettings
@@ -31,6 +31,12 @@ SERVED = (  # the servers' counters that make metrics
     "prefill_tokens", "found_tokens", "received_tokens", "cached_tokens", "append_tokens", "recompute_tokens",
     "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers", "role_moves",
 )  # fmt: skip
+SEEN = {  # metric -> counters whose quotient it is: a sum of what was there over how often that was looked at
+    "running": ("block_running", "blocks"),
+    "waiting": ("block_waiting", "blocks"),
+    "kv_usage": ("block_held_pages", "block_pages"),
+    "prefill_prompts": ("chunk_prompts", "prompt_chunks"),
+}
 
 
 class Recorder:
@@ -193,6 +199,9 @@ class Recorder:
         row: dict[str, Metric | float] = {
             f"serve/{name}": delta[name] for name in SERVED if name in delta
         }
+        for name, (seen, looks) in SEEN.items():
+            if delta.get(looks, 0.0) > 0:
+                row[f"serve/{name}"] = Metric(delta[seen], delta[looks])
         seconds = metrics.get("time/step_s")
         if seconds is not None and seconds.sum > 0 and "decode_tokens" in delta:
             row["perf/decode_tokens_per_s"] = delta["decode_tokens"] / seconds.sum
@@ -240,6 +249,7 @@ def _reward_metrics(groups: Sequence[Group], suffix: str) -> dict[str, Metric]:
         f"reward/solved_all_groups{suffix}": Metric.of(set(v) == {1.0} for v in of_groups),
         f"reward/solved_no_groups{suffix}": Metric.of(1.0 not in v for v in of_groups),
         **{f"reward/{name}{suffix}": Metric(float(v), 1) for name, v in single.items()},
+        **{f"reward/pass_at{k}{suffix}": rate for k, rate in pass_rates(of_groups).items()},
     }
     if len(values) > 1:
         row[f"reward/std{suffix}"] = Metric(float(np.std(values, ddof=1)), 1)

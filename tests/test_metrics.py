@@ -1,6 +1,7 @@
 """metrics.py: pairs instead of means of means, missing is not 0, valid JSON always."""
 
 import math
+from itertools import combinations
 
 import pytest
 
@@ -8,6 +9,7 @@ from rl_jax.metrics import (
     Metric,
     MetricsWriter,
     merge_rows,
+    pass_rates,
     read_metrics,
     unknown_names,
     values_of,
@@ -41,6 +43,22 @@ def test_every_name_must_be_in_the_table_up_to_tag_and_lag():
     assert unknown_names(["reward/meen", "mismatch/k3_lag_pure"]) == (
         "reward/meen",
         "mismatch/k3_lag_pure",
+    )
+
+
+def test_pass_at_k_is_the_share_of_all_draws_of_k_members_that_hold_a_solved_one():
+    groups = [[1.0, 0.0, 0.5, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0, 1.0], [0.0] * 5]
+    rates = pass_rates(
+        [*groups, [1.0, None, 0.0]]
+    )  # the last has two rewards: nothing to say of 4 or 5
+    assert sorted(rates) == [2, 4, 5]
+    for k, counted in ((2, [*groups, [1.0, 0.0]]), (4, groups), (5, groups)):
+        draws = [[1.0 in draw for draw in combinations(g, k)] for g in counted]
+        assert rates[k].mean == pytest.approx(sum(sum(d) / len(d) for d in draws) / len(counted))
+    assert rates[5] == Metric(2.0, 3, 0.0, 1.0)  # any of the group
+    assert pass_rates([[1.0], [None]]) == {} == pass_rates([])
+    assert (
+        unknown_names(f"reward/pass_at{k}{end}" for k in rates for end in ("", "_all", ".x")) == ()
     )
 
 

@@ -73,6 +73,7 @@ def test_row_says_how_rewards_lie_and_which_groups_are_solved():
     assert row["reward/solved_all_groups"] == 0.25 and row["reward/solved_no_groups"] == 0.5
     assert row["reward/zero_std_groups"] == 0.75
     assert (row["reward/part.env"], row["reward/part.format"]) == (0.75, 0.25)
+    assert row["reward/pass_at2"] == 0.5 and "reward/pass_at1" not in row
 
 
 def test_rates_of_a_step_leave_out_the_tokens_of_an_evaluation_before_it(recorder):
@@ -95,6 +96,21 @@ def test_rates_of_a_step_leave_out_the_tokens_of_an_evaluation_before_it(recorde
     row = rows[-1][1]
     assert row["perf/decode_tokens_per_s"] == 10.0
     assert row["goodput/sample"] == 66 / (100 - 8 + 40)
+
+
+def test_what_servers_held_is_the_mean_over_the_blocks_of_the_step_alone(recorder):
+    recorder, rows = recorder
+    names = ("blocks", "block_running", "block_waiting", "block_held_pages", "block_pages")
+    counts = [*names, "prompt_chunks", "chunk_prompts"]
+    served = dict(zip(counts, (10, 40, 0, 90, 100, 1, 9)))
+    recorder.watch(lambda: served, lambda: "nothing")
+    served = dict(zip(counts, (14, 46, 2, 100, 140, 3, 12)))
+    recorder.step(1, [some_group()], {}, {})
+    recorder.step(2, [some_group()], {}, {})  # no block, no chunk: nothing was seen
+    row = {name: metric.mean for name, metric in rows[0][1].items()}
+    assert (row["serve/running"], row["serve/waiting"]) == (1.5, 0.5)
+    assert (row["serve/kv_usage"], row["serve/prefill_prompts"]) == (0.25, 1.5)
+    assert not {"serve/running", "serve/waiting", "serve/kv_usage"} & rows[1][1].keys()
 
 
 def test_summary_has_the_fields_that_others_read(recorder, tmp_path):

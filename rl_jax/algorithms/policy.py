@@ -44,6 +44,8 @@ from rl_jax.types import Group, Trajectory
 # Part of a loss -> the figure that is its mean over the trained tokens.
 FIGURES = {
     "clipped": "policy/clip_frac",
+    "clipped_low": "policy/clip_frac_low",
+    "clipped_high": "policy/clip_frac_high",
     "dual_clipped": "policy/dual_clip_frac",
     "reverse_kl": "policy/reverse_kl",
 }
@@ -140,6 +142,7 @@ class PolicyAlgorithm(Base):
             raise ContractError(self, "loss", f"a loss that is {show(out.loss)}", want)
         loss, sums = out.loss, {}
         parts = out.parts if weights is None else self.loss(x).parts  # figures are of all tokens
+        parts = by_side(parts, x.advantages)
         for part, name in FIGURES.items():
             if part in parts:
                 sums[name] = total(parts[part])
@@ -273,6 +276,18 @@ def touched(tokens: Bool[Array, "B K"], x: LossInputs) -> tuple[jax.Array, jax.A
         (run_max(mask.astype(jnp.float32), starts) * starts).sum() for mask in (x.mask, tokens)
     )
     return has, live
+
+
+def by_side(
+    parts: Mapping[str, jax.Array], advantages: Float[Array, "B K"]
+) -> dict[str, jax.Array]:
+    """The parts, and of the clipped tokens which bound holds them. A clip that looks at the advantage's sign holds from
+    above where it is positive, else from below; another says itself what it holds from above (clipped_high)."""
+    if "clipped" not in parts:
+        return dict(parts)
+    clipped = parts["clipped"]
+    high = parts.get("clipped_high", clipped & (advantages > 0))
+    return {**parts, "clipped_high": high, "clipped_low": clipped & ~high}
 
 
 def corrects(c: CorrectionSettings) -> bool:

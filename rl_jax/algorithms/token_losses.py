@@ -102,8 +102,9 @@ def cispo(x: LossInputs, *, ratio_min: float = 0.0, ratio_max: float = 5.0) -> T
     """
     ratio = jnp.exp(log_ratio(x.logprobs, x.old, x.mask))
     loss, parts = _weighted(x, jnp.clip(ratio, ratio_min, ratio_max))
-    clipped = ((ratio < ratio_min) | (ratio > ratio_max)) & x.mask
-    return TokenLoss(loss, parts | {"clipped": clipped})
+    above = (ratio > ratio_max) & x.mask
+    clipped = above | ((ratio < ratio_min) & x.mask)
+    return TokenLoss(loss, parts | {"clipped": clipped, "clipped_high": above})
 
 
 def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:

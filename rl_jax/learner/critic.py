@@ -46,7 +46,8 @@ from rl_jax.settings import LearnerSettings
 class Critic(TrainedModel):
     what, section, gives = "critic", "critic", "values"
     figures = Figures(
-        "critic/loss", "critic/grad_norm", "critic/learning_rate", "critic/skipped"
+        "critic/loss", "critic/grad_norm", "critic/grad_norm_clipped", "critic/learning_rate",
+        "critic/skipped",
     )  # fmt: skip
 
     def __init__(

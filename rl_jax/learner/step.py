@@ -123,6 +123,7 @@ class Figures:
 
     loss: str = "policy/loss"
     grad_norm: str = "optim/grad_norm"
+    grad_norm_clipped: str = "optim/grad_norm_clipped"
     learning_rate: str = "optim/learning_rate"
     skipped: str = "optim/skipped"
 
@@ -244,6 +245,7 @@ def apply_update(
         **out["sums"],
         names.loss: (out["loss"], one),
         names.grad_norm: (norm, one),
+        names.grad_norm_clipped: (norm * scale, one),
         names.learning_rate: (update.schedule(state.step - state.skipped), one),
         names.skipped: ((~finite).astype(jnp.float32), one),
     }

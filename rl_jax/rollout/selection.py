@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rl_jax.algorithms.contract import ContractError, check_select
-from rl_jax.metrics import Metric
+from rl_jax.metrics import Metric, pass_rates
 from rl_jax.types import Group
 
 Select = Callable[[Sequence[Group]], tuple[list[Group], list[tuple[str, str]]]]
@@ -31,12 +31,11 @@ class Selection:
     share: int  # groups of a tag in a batch
     kept: int = 0
     dropped: Counter[tuple[str, str]] = field(default_factory=Counter)  # (tag, reason) -> groups
-    rewards: list[float] = field(default_factory=list)  # of every member of every group
+    rewards: list[list[float | None]] = field(default_factory=list)  # of every member, by group
 
     def saw(self, group: Group) -> None:
         """Count a complete group, whatever becomes of it."""
-        values = [t.reward.value for t in group.trajectories]
-        self.rewards += [value for value in values if value is not None]
+        self.rewards.append([t.reward.value for t in group.trajectories])
 
     def drop(self, tag: str, reason: str) -> None:
         self.dropped[tag, reason] += 1
@@ -56,11 +55,13 @@ class Selection:
 
     def metrics(self, batch_groups: int) -> dict[str, Metric]:
         asked = self.kept + sum(self.dropped.values())
+        rewards = [value for values in self.rewards for value in values if value is not None]
         return {
             "filter/kept": Metric(self.kept, asked),
             "filter/batches": Metric(asked / batch_groups, 1),
-            "reward/mean_all": Metric.of(self.rewards),
-            "reward/success_all": Metric.of(value == 1.0 for value in self.rewards),
+            "reward/mean_all": Metric.of(rewards),
+            "reward/success_all": Metric.of(value == 1.0 for value in rewards),
+            **{f"reward/pass_at{k}_all": rate for k, rate in pass_rates(self.rewards).items()},
         }
 
 

@@ -414,7 +414,7 @@ class DecodeServer:
         end = time.perf_counter()
         self._append_rate.block(start, end)
         self._times["block_s"] += end - start
-        self._table.counters["blocks"] += 1
+        self._table.count_block()
         self._table.now_s = time.monotonic()
         self._deliver(block)
         self._loop.num_done += 1

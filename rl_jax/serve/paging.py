@@ -109,6 +109,11 @@ class Paging:
         self.pool.drop(copies[:, 0].tolist())
         return copies[:, 0].copy(), copies[:, 1].copy()
 
+    @property
+    def num_held(self) -> int:
+        """Pages that no new history can have: neither free nor to be evicted."""
+        return self.pool.num_pages - self.pool.num_free - self.tree.num_evictable
+
     def gauges(self) -> dict[str, int]:
         listed, free = self.tree.num_pages, self.pool.num_free
         return {"pages": self.pool.num_pages, "free_pages": free, "listed_pages": listed}

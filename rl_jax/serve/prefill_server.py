@@ -41,6 +41,7 @@ FRESH_SPEEDUP = 1.6
 COUNTERS = (
     "requests", "finished", "failed", "aborted", "deadlines", "prefill_tokens", "found_tokens", "recompute_tokens",
     "sent_tokens", "chunks", "swaps", "callback_errors",
+    "prompt_chunks", "chunk_prompts",  # chunks, apart from decode servers'; prompts that were here at each
 )  # fmt: skip
 
 
@@ -326,6 +327,8 @@ class PrefillServer:
         jax.block_until_ready(self._state)  # paces the queue, and makes the times true
         end = time.monotonic()
         self._counters["chunks"] += 1
+        self._counters["prompt_chunks"] += 1
+        self._counters["chunk_prompts"] += len(self._jobs)
         self._counters["chunk_s"] += end - start
         self._compute_rate.add(sum(taken), end - start)
         self._loop.num_done += 1

@@ -41,6 +41,8 @@ COUNTERS = (
     "prefill_tokens", "append_tokens", "recompute_tokens", "decode_tokens", "received_tokens",
     "cached_tokens", "found_tokens", "sent_tokens", "long_appends", "refused_prefixes", "parked", "preempted",
     "stale_tokens", "callback_errors", "blocks", "chunks", "swaps",
+    # Sums over blocks of what was there: requests that ran, that waited for a slot; pages held, and all pages.
+    "block_running", "block_waiting", "block_held_pages", "block_pages",
 )  # fmt: skip
 
 
@@ -262,6 +264,15 @@ class RequestTable:
     def has_work(self) -> bool:
         """Whether the next iteration could do anything."""
         return bool(self._filling or self._ready or self._running or self._can_admit)
+
+    def count_block(self) -> None:
+        """A block runs for what is here now. The server's thread only."""
+        seen, paging = self.counters, self.paging
+        seen["blocks"] += 1
+        seen["block_running"] += len(self._running)
+        seen["block_waiting"] += len(self._waiting)
+        seen["block_held_pages"] += paging.num_held
+        seen["block_pages"] += paging.pool.num_pages
 
     def gauges(self) -> dict[str, int]:
         return {

@@ -10,6 +10,7 @@ import pytest
 from rl_jax.algorithms.advantages import is_scored
 from rl_jax.algorithms.aggregate import AGGREGATIONS, sequence_weights, token_weights
 from rl_jax.algorithms.algorithm import LossInputs
+from rl_jax.algorithms.cispo import Cispo
 from rl_jax.algorithms.dr_grpo import DrGrpo
 from rl_jax.algorithms.group_advantages import (
     best_of_group,
@@ -122,6 +123,30 @@ def test_on_policy_gradient_is_plain_reinforce():
         return Grpo(SETTINGS).token_loss(replace(x, logprobs=logprobs))[0].sum()
 
     np.testing.assert_array_equal(jax.grad(total)(x.logprobs), -x.advantages)
+
+
+@pytest.mark.parametrize(
+    ("made", "low", "high"),
+    [
+        (Grpo(AlgorithmSettings(clip_low=0.2, clip_high=0.2)), 2, 2),
+        (Cispo(AlgorithmSettings(name="cispo", ratio_min=0.5, ratio_max=2.0)), 3, 4),
+    ],
+)
+def test_clipped_tokens_are_counted_by_the_bound_that_holds_them(made, low, high):
+    ratios = [0.1, 0.1, 0.1, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0]  # of the last, nothing is trained
+    x = LossInputs(
+        logprobs=jnp.log(jnp.float32([ratios])) - 2.0,
+        entropy=jnp.zeros((1, 9), jnp.float32),
+        behaviour_logprobs=jnp.full((1, 9), -2.0, jnp.float32),
+        # PPO holds a ratio below only where the advantage is negative, and one above where it is positive
+        advantages=jnp.float32([[-1.0, -2.0, 1.0, 1.0, 1.0, 2.0, -1.0, -1.0, 1.0]]),
+        mask=jnp.array([[True] * 8 + [False]]),
+        segment_ids=jnp.ones((1, 9), jnp.int32),
+        turn_ids=jnp.zeros((1, 9), jnp.int32),
+    )
+    sums = made.token_loss(x)[1]
+    found = [tuple(map(float, sums[f"policy/clip_frac{side}"])) for side in ("_low", "_high", "")]
+    assert found == [(low, 8), (high, 8), (low + high, 8)]
 
 
 def test_the_entropy_bonus_has_its_coefficient():

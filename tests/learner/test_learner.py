@@ -132,7 +132,7 @@ def test_gradient_is_clipped_to_its_bound(model_and_params, reference):
     learner = make_learner(model_and_params[0], settings=replace(SETTINGS, grad_clip=1e-3))
     metrics, got = gradient_of(learner, some_groups(), model_and_params[1])
     norm = metrics["optim/grad_norm"].mean  # the one before
-    assert norm > 0.01
+    assert norm > 0.01 and metrics["optim/grad_norm_clipped"].mean == pytest.approx(1e-3, rel=1e-4)
     assert np.sqrt(sum(np.square(g).sum() for g in got.values())) == pytest.approx(1e-3, rel=1e-4)
     assert_close(got, {name: g * 1e-3 / norm for name, g in reference[1].items()})
 
@@ -158,6 +158,9 @@ def test_master_weights_keep_updates_that_bfloat16_would_lose(model_and_params):
 def test_loss_gradient_and_update_equal_a_slow_reference(learner, model_and_params, reference):
     params, (loss, gradient) = model_and_params[1], reference
     metrics, got = gradient_of(learner, some_groups(), params)
+    assert (
+        metrics["optim/grad_norm_clipped"].mean == metrics["optim/grad_norm"].mean
+    )  # below the bound
     assert metrics["policy/loss"].mean == pytest.approx(float(loss), abs=1e-5)
     assert metrics["optim/grad_norm"].mean == pytest.approx(
         np.sqrt(sum(np.square(g).sum() for g in gradient.values())), rel=1e-4

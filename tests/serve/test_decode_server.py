@@ -55,6 +55,31 @@ def test_history_stays_in_its_slot_and_each_turn_appends_only_what_is_new(kit):
     assert d.server.live_tokens("a#0", 0) == len(context) - 3 - 1
 
 
+def test_blocks_count_what_ran_waited_and_was_held_while_they_ran(kit):
+    d = kit.decode(slots=2)
+    d.gate.close()
+    futures = [
+        d.turns.start(kit.request(f"e{i}", [i] * 20, max_new_tokens=4 + 8 * i)) for i in range(4)
+    ]
+    d.gate.arrive()
+    seen = []  # before each block: what it runs for
+    while True:
+        stats = d.server.stats()
+        paging = d.server._paging  # the server's thread stands at the gate
+        held = {page for table in paging.tables for page in table if page >= 0}
+        seen.append((1, stats["running"], stats["waiting"], len(held), stats["pages"]))
+        if len(seen) == 4:
+            break
+        d.gate.step()
+    names = ("blocks", "block_running", "block_waiting", "block_held_pages", "block_pages")
+    done = [sum(values) for values in zip(*seen[:-1])]  # the last one has not run yet
+    assert [stats[name] for name in names] == done
+    assert done[1] >= 4 and done[2] >= 2 and stats["listed_pages"] > len(held) > 0
+    d.gate.open()
+    for future in futures:
+        future.result(kit.PATIENCE_S)
+
+
 def test_changed_history_is_recomputed_from_where_it_changed(kit):
     d = kit.decode()
     d.turns.run(kit.request(tokens=[1, 2, 3, 4, 5, 6], max_new_tokens=2))

@@ -97,6 +97,9 @@ def test_more_prefixes_than_it_has_pages_for_take_their_turn(kit):
         assert turn.tokens.tolist() == d.engine.expected(context, 6)
         d.server.release(f"{uid}#0")
     assert order == sorted(contexts, reverse=True)
+    stats = p.stats()
+    assert stats["prompt_chunks"] == stats["chunks"] and stats["waiting"] == 0
+    assert stats["chunks"] + 9 < stats["chunk_prompts"] <= 9 * stats["chunks"]
     assert sorted(p._free_rows) == [0, 1, 2, 3]
 
 
