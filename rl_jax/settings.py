@@ -194,9 +194,10 @@ class RolloutSettings:
     start_timeout_s: float = 60.0  # import of the environment's module in a worker
     episode_timeout_s: float = 300.0
     max_obs_bytes: int = 65_536  # a longer observation is cut, marked and counted
-    # replace | survivors | drop: a member failed through no fault of the policy
-    short_group_infra: str = "replace"
-    short_group_stale: str = "drop"  # drop only, until partial groups are supported
+    # what becomes of a group that loses a member. replace: the episode is played again, and the group waits for it |
+    # survivors: the group goes on smaller | drop: the group goes, and another task takes its place
+    short_group_infra: str = "replace"  # a member failed through no fault of the policy
+    short_group_stale: str = "drop"  # a member is older than max_staleness
     max_attempts: int = 3  # tries of one episode before its group is dropped
     # infra failures of environments in a row before the run stops (exit code 4)
     max_env_failures: int = 64

@@ -169,7 +169,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "rollout.age_of": AGE_OF,
     "rollout.history": ("keep", "template"),
     "rollout.short_group_infra": ("replace", "survivors", "drop"),
-    "rollout.short_group_stale": ("drop",),
+    "rollout.short_group_stale": ("replace", "survivors", "drop"),
     **{f"algorithm.{key}": choices for key, choices in options.CHOICES.items()},
     "data.train_on": ("all", "last"),
     "data.too_long": ("drop", "truncate", "error"),

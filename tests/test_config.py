@@ -126,7 +126,7 @@ BAD = [
     ("--config.weights.kv=drop", "weights.kv=drop is not one of recompute, keep"),
     ("--config.serve.pd_balance=off", "serve.pd_balance=off is not one of fixed, auto"),
     ("--config.cluster.backend=ray", "cluster.backend=ray is not one of inproc, local"),
-    ("--config.rollout.short_group_stale=survivors", "rollout.short_group_stale=survivors is not one of drop"),
+    ("--config.rollout.short_group_stale=x", "rollout.short_group_stale=x is not one of replace, survivors, drop"),
     # together
     ("--config.tasks.sources[1].tag=frozen_lake", "tasks.sources[1].tag=frozen_lake is also the tag of another"),
     ("--config.rollout.top_p=0.9", "set rollout.top_k to 2..64 beside it, or top_p to 1.0"),

@@ -5,7 +5,9 @@ rollout's thread puts, sweeps and releases; the driver's thread takes.
 Invariants:
 - bound: a group handed out for step s is at most max_staleness versions older than s - 1, by its oldest trained token
   or, with age_of=start, by the episode that started first.
-  Groups that grew too old are dropped at every version bump (sweep) and again at take.
+  Groups that grew too old are dropped at every version bump (sweep) and again at take. With short_group_stale=survivors
+  only their old members are, with replace they go back to be completed (reclaim); take then leaves them alone, and a
+  group of which `select` dropped members goes whole under every rule: its statistics are of all of them.
 - a batch holds equal groups of each tag (with a curriculum, of any), oldest version first, and comes out sorted by
   (epoch, index): at max_staleness 0 it does not depend on which episode was quicker.
 - no group leaves silently: it is consumed, or DROPPED in the ledger with its reason, and counted.
@@ -26,7 +28,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl_jax.algorithms.staleness import buffer_limit, is_fresh, oldest_counted
 from rl_jax.ledger import EpisodeRef, Ledger, LedgerError
@@ -110,9 +112,10 @@ class SampleBuffer:
 
     # --- the rollout's side -----------------------------------------------------------------------------------------
 
-    def put(self, group: Group) -> bool:
+    def put(self, group: Group, again: bool = False) -> bool:
         """Add a complete group. False if it was dropped: too old already, not selected, or beyond the limit.
 
+        again: it was here before, with more members, and was counted then.
         Raises: what `select` raises, or ContractError, with the group dropped: none is lost where that ends a run.
         """
         # Of all members: what a rejected one earned is in the statistics of the others.
@@ -124,7 +127,8 @@ class SampleBuffer:
             raise
         reason = None
         with self._change:
-            self._selection.saw(group)
+            if not again:
+                self._selection.saw(group)
             if not self._is_fresh(self._version, oldest):
                 reason = "stale"
             elif chosen is None:
@@ -133,7 +137,7 @@ class SampleBuffer:
             elif len(self._entries) + self.num_taken >= self.limit:
                 reason = "buffer_full"  # a scheduler that issues more than the bound admits
             else:
-                self._selection.kept += 1
+                self._selection.kept += not again
                 self._entries.append(Entry(chosen, oldest, self._seq, frozenset(reasons)))
                 self._seq += 1
             self._beat_s = self._clock()
@@ -150,14 +154,30 @@ class SampleBuffer:
         """An episode made progress."""
         self._beat_s = self._clock()  # one assignment: no lock needed
 
-    def sweep(self, version: int) -> list[Group]:
-        """`version` was published: drop what no later step may consume. Returns the dropped groups."""
+    def reclaim(self, version: int) -> list[Group]:
+        """Under short_group_stale=replace, before sweep: hand back the groups with members too old for `version`; their
+        records stay open. Whoever made a group drops these members and puts it again when it is complete."""
+        if self._settings.short_group_stale != "replace":
+            return []
         with self._change:
             self._version = max(self._version, version)
             stale = self._pop_stale(self._version)
+            self._entries += [entry for entry in stale if entry.rejected]
+            return [entry.group for entry in stale if not entry.rejected]
+
+    def sweep(self, version: int) -> list[Group]:
+        """`version` was published: drop what no later step may consume. Returns the groups of which nothing is left."""
+        with self._change:
+            self._version = max(self._version, version)
+            stale = self._pop_stale(self._version)
+        gone = []
         for entry in stale:
-            self._drop(entry.open_members, "stale")
-        return [entry.group for entry in stale]
+            rest = self._survivors(entry)
+            kept = {trajectory.uid for trajectory in rest}
+            self._drop([t for t in entry.open_members if t.uid not in kept], "stale")
+            if not rest or not self.put(replace(entry.group, trajectories=rest), again=True):
+                gone.append(entry.group)
+        return gone
 
     def release(self, version: int) -> None:
         """The groups of steps up to `version` are consumed."""
@@ -303,7 +323,8 @@ class SampleBuffer:
             with self._change:
                 if self._error is not None:
                     raise self._error
-                stale = self._pop_stale(step - 1)
+                drops = self._settings.short_group_stale == "drop"
+                stale = self._pop_stale(step - 1) if drops else []  # else the sweep will come
                 found = self._pop(missing, step)
                 left_s = self._beat_s + timeout_s - self._clock()
                 stopped = should_stop()
@@ -329,7 +350,12 @@ class SampleBuffer:
         """Oldest first; None while any tag has too few."""
         found: list[Entry] = []
         for tag, num in missing.items():
-            of_tag = [entry for entry in self._entries if self._share_of(entry.group) == tag]
+            of_tag = [
+                entry
+                for entry in self._entries
+                if self._share_of(entry.group) == tag
+                and self._is_fresh(step - 1, entry.oldest_version)
+            ]
             if len(of_tag) < num:
                 return None
             found += sorted(of_tag, key=lambda entry: (entry.oldest_version, entry.seq))[:num]
@@ -346,6 +372,14 @@ class SampleBuffer:
         if stale:
             self._entries = [e for e in self._entries if self._is_fresh(version, e.oldest_version)]
         return stale
+
+    def _survivors(self, entry: Entry) -> tuple[Trajectory, ...]:
+        """Of a stale group, the members that may still be trained, where the group goes on with them."""
+        if self._settings.short_group_stale != "survivors" or entry.rejected:
+            return ()
+        now, age_of = self._version, self._settings.age_of
+        members = entry.group.trajectories
+        return tuple(t for t in members if self._is_fresh(now, oldest_counted([t], age_of, now)))
 
     def _is_fresh(self, version: int, oldest: int) -> bool:
         return is_fresh(version, oldest, self._settings.max_staleness)

@@ -2,8 +2,8 @@
 
 Owns: the groups in flight (sole writer), on the rollout's loop only. Invariants: every event reaches the policy, in
 order, with a View taken after everything before it was done; the capacity is enforced here, whatever a policy asks; a
-member is in exactly one of: live, scored, given up, to be started; a group leaves to the buffer complete, or is dropped
-with a reason for each of its members.
+member is in exactly one of: live, scored, given up, leaving, to be started; a group leaves to the buffer complete, or
+is dropped with a reason for each of its members.
 Life of a member: 1 Start takes a slot, writes ISSUED and creates its task. 2 When its turns are over the slot is free
 (event Done) and the next episode may start while this one is scored. 3 Scored: its trajectory joins the group; the last
 one completes it. Or it failed, and the short-group rule (rollout.short_group_infra) decides:
@@ -12,13 +12,16 @@ one completes it. Or it failed, and the short-group rule (rollout.short_group_in
     drop       drop the group
 A failure charged to the policy goes by `survivors` under every rule (the same seed would fail again), and one that no
 further attempt can mend (HOPELESS) drops the group at once; the scheduler then starts another group.
+A member older than max_staleness goes by rollout.short_group_stale, with the same three words, scored or not, and also
+where its group is complete and waits in the buffer: `replace` takes the group back from there. With `drop` the policy
+and the buffer look for such groups; else they are shed here, before the policy sees them.
 Must not: block, decide when anything starts, or know how an episode is played.
 """
 
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +48,11 @@ from rl_jax.types import (
     SchedulerPolicy,
     Scored,
     Start,
+    Trajectory,
     View,
 )
 
+STALE = "stale"
 HOPELESS = ("prompt_over_context", "unsupported_agent", "done_at_reset")
 
 
@@ -70,6 +75,8 @@ class Dispatcher:
         size, staleness = self.settings.group_size, self.settings.max_staleness
         self._state = self.policy.init(SchedulerConfig(self.tags, size, staleness))
         self._groups: dict[str, LiveGroup] = {}  # in order of issue
+        # Under short_group_stale=replace: what became the groups that are in the buffer.
+        self._complete_ones: dict[str, LiveGroup] = {}
         self._again: dict[str, deque[Any]] = {
             tag: deque() for tag in self.tags
         }  # tasks of before a resume
@@ -96,9 +103,9 @@ class Dispatcher:
         self._is_deciding = True
         try:
             while self._events:
-                self._state, actions = self.policy.decide(
-                    self._state, self.view(), self._events.popleft()
-                )
+                event = self._events.popleft()
+                self._shed_stale()
+                self._state, actions = self.policy.decide(self._state, self.view(), event)
                 for action in actions:
                     self._apply(action)
         finally:
@@ -114,8 +121,12 @@ class Dispatcher:
         """`version` serves from now on."""
         self.version = max(self.version, version)
         self.buffer.release(version)
+        for group in self.buffer.reclaim(version):
+            self._groups[group.uid] = self._complete_ones[group.uid]
+        held = {group.uid for group in self.buffer.snapshot()} if self._complete_ones else ()
+        self._complete_ones = {u: group for u, group in self._complete_ones.items() if u in held}
         for group in self.buffer.sweep(version):
-            self.handle(Dropped(group.uid, "stale"))
+            self.handle(Dropped(group.uid, STALE))
         self.handle(Published(version))
 
     def view(self) -> View:
@@ -218,7 +229,7 @@ class Dispatcher:
             member.runner = asyncio.get_running_loop().create_task(
                 self._run(group, member), name=uid
             )
-            member.runner.add_done_callback(lambda runner, m=member: self._ended(m, runner))
+            member.runner.add_done_callback(lambda runner, m=member: self._ended(group, m, runner))
 
     async def _run(self, group: LiveGroup, member: Member) -> None:
         episode = member.episode
@@ -234,9 +245,10 @@ class Dispatcher:
             self._complete(group)
         self.handle(Scored(episode.ref.uid, trajectory.reward.value))
 
-    def _ended(self, member: Member, runner: asyncio.Task) -> None:
+    def _ended(self, group: LiveGroup, member: Member, runner: asyncio.Task) -> None:
         """Runs for every member, also where its coroutine never began."""
         episode = member.episode
+        group.leaving.discard(episode.ref.sample)
         self._free_slot(member)
         if not runner.cancelled() and runner.exception() is not None:
             self.fatal(runner.exception())
@@ -257,25 +269,49 @@ class Dispatcher:
         if failure.kind in HOPELESS or rule == "drop":
             self._drop(group.uid, reason)
         elif rule == "survivors":
-            self._give_up(group, sample, reason)
+            self._give_up(group, [sample], reason)
         elif group.tries[sample] >= self.settings.max_attempts:
             self._drop(group.uid, reason)
         # else replace: the sample is missing, and the scheduler starts it again
 
-    def _give_up(self, group: LiveGroup, sample: int, reason: str) -> None:
-        group.given_up.add(sample)
+    def _shed_stale(self) -> None:
+        if self.settings.short_group_stale != "drop":
+            for group in list(self._groups.values()):
+                self._shed(group)
+
+    def _shed(self, group: LiveGroup) -> None:
+        """Members that are too old go, each with a record, and the rule of short_group_stale decides what then."""
+        stale = group.stale(self.version, self.settings.max_staleness)
+        tries = max((group.tries[sample] for sample in stale), default=0)
+        is_replaced = self.settings.short_group_stale == "replace"
+        if is_replaced and tries >= self.settings.max_attempts:
+            self._drop(group.uid, STALE)
+            return
+        for sample in stale:
+            if sample in group.members:
+                group.leaving.add(sample)
+                self._cancel_member(group.members.pop(sample), STALE)
+            else:
+                self._drop_scored(group.remove(sample), STALE)
+        # replace: the samples are missing, and the scheduler starts them again
+        if stale and not is_replaced:
+            self._give_up(group, stale, STALE)
+
+    def _give_up(self, group: LiveGroup, samples: Iterable[int], reason: str) -> None:
+        group.given_up.update(samples)
         if group.want == 0:
             self._drop(group.uid, reason)
         else:
             self._complete(group)
 
     def _complete(self, group: LiveGroup) -> None:
-        if not group.is_complete:
-            return
-        del self._groups[group.uid]
-        whole = group.group()
-        if not self.buffer.put(whole):
-            self.handle(Dropped(whole.uid, "not buffered"))
+        if group.is_complete:
+            del self._groups[group.uid]
+            whole = group.group()
+            if not self.buffer.put(whole):
+                self.handle(Dropped(whole.uid, "not buffered"))
+            elif self.settings.short_group_stale == "replace":
+                self._complete_ones[group.uid] = group
 
     def _drop(self, uid: str, reason: str) -> None:
         """Members that run are cancelled, scored ones dropped; each with the reason."""
@@ -283,16 +319,19 @@ class Dispatcher:
         for member in group.members.values():
             self._cancel_member(member, reason)
         for scored in group.scored.values():
-            self.player.ledger.write(ref_of(scored.trajectory), "DROPPED", reason=reason)
-        self.drops[reason.split(":")[0]] += len(group.scored)
+            self._drop_scored(scored.trajectory, reason)
         self.handle(Dropped(uid, reason))
+
+    def _drop_scored(self, trajectory: Trajectory, reason: str) -> None:
+        self.player.ledger.write(ref_of(trajectory), "DROPPED", reason=reason)
+        self.drops[reason.split(":")[0]] += 1
 
     def _cancel(self, uid: str, reason: str) -> None:
         """One member is not needed any more: the group goes on without it."""
         group_uid, _, sample = uid.rpartition("/")
         group = self._groups[group_uid]
         self._cancel_member(group.members.pop(int(sample)), reason)
-        self._give_up(group, int(sample), reason)
+        self._give_up(group, [int(sample)], reason)
 
     def _cancel_member(self, member: Member, reason: str) -> None:
         self.player.cancel(member.episode, reason)

@@ -1,7 +1,8 @@
 """A group in flight: which of its members run, are scored, failed or were given up. Loop-thread only.
 
-Invariants: a sample is at most once in `members` (its live attempt) or `scored`; `want` is the group's
-size less what was given up. Must not: start or cancel anything.
+Invariants: a sample is at most once in `members` (its live attempt), `leaving` (that was cancelled and has not ended:
+no other attempt begins before) or `scored`; `want` is the group's size less what was given up. Must not: start or
+cancel anything.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_jax.algorithms.staleness import oldest_counted
+from rl_jax.algorithms.staleness import is_fresh, oldest_counted
 from rl_jax.rollout.episode import Episode
 from rl_jax.types import Group, GroupView, Trajectory
 
@@ -45,6 +46,7 @@ class LiveGroup:
     scored: dict[int, Scored] = field(default_factory=dict)  # by sample
     tries: Counter[int] = field(default_factory=Counter)  # attempts started here, by sample
     given_up: set[int] = field(default_factory=set)
+    leaving: set[int] = field(default_factory=set)
     _viewed: tuple[Any, GroupView] | None = None  # the last view, and what it was made of
 
     @property
@@ -57,13 +59,28 @@ class LiveGroup:
 
     def missing(self) -> list[int]:
         """Samples that must be started (again)."""
-        taken = self.members.keys() | self.scored.keys() | self.given_up
+        taken = self.members.keys() | self.scored.keys() | self.given_up | self.leaving
         return [sample for sample in range(self.size) if sample not in taken]
 
     def add(self, trajectory: Trajectory) -> None:
         """A member was scored."""
         self.scored[trajectory.sample] = Scored(
             trajectory, trajectory.start_version, trajectory.oldest_version, trajectory.num_trained
+        )
+
+    def remove(self, sample: int) -> Trajectory:
+        """A scored member is not of the group any more."""
+        self._viewed = None  # there may soon be as many again
+        return self.scored.pop(sample).trajectory
+
+    def stale(self, now: int, max_staleness: int) -> list[int]:
+        """Samples that are too old for any step from the version `now` on, by their own age, ascending."""
+        if is_fresh(now, self.view(now).oldest_version, max_staleness):
+            return []
+        aged = {**self.scored, **{sample: m.episode for sample, m in self.members.items()}}
+        oldest = {sample: oldest_counted([e], self.age_of, now) for sample, e in aged.items()}
+        return sorted(
+            s for s, version in oldest.items() if not is_fresh(now, version, max_staleness)
         )
 
     def oldest_version(self, now: int) -> int:
@@ -77,7 +94,7 @@ class LiveGroup:
         every group."""
         episodes = [member.episode for member in self.members.values()]
         live = [(e.num_tokens, e.start_version, e.oldest_version) for e in episodes]
-        made_of = (live, len(self.scored), len(self.given_up), now)
+        made_of = (live, len(self.scored), len(self.given_up), len(self.leaving), now)
         if self._viewed is None or self._viewed[0] != made_of:
             self._viewed = (made_of, self._view(now))
         return self._viewed[1]
@@ -89,7 +106,7 @@ class LiveGroup:
             task_id=self.issued.task.id,
             tag=self.share,
             want=self.want,
-            started=len(self.members) + len(scored),
+            started=len(self.members) + len(scored) + len(self.leaving - self.given_up),
             scored=len(scored),
             num_tokens=(
                 *(s.num_tokens for s in scored),

@@ -51,10 +51,14 @@ def make_trajectory(index, sample, version, tag="a", value=1.0, start=None):
     return assemble(closed, Reward(value, {"env": value}, (value,), "scored", "env"))
 
 
-def make_group(ledger, index, version=0, tag="a", size=2, starts=None):
-    """A complete group whose members are COMPLETED in the ledger. starts: version of each member's start."""
-    starts = [version] * size if starts is None else starts
-    members = tuple(make_trajectory(index, s, version, tag, start=starts[s]) for s in range(size))
+def make_group(ledger, index, version=0, tag="a", size=2, starts=None, versions=None):
+    """A complete group whose members are COMPLETED in the ledger. starts: version of each member's start; versions: of
+    each member's tokens, where they differ."""
+    versions = [version] * size if versions is None else versions
+    starts = versions if starts is None else starts
+    members = tuple(
+        make_trajectory(index, s, versions[s], tag, start=starts[s]) for s in range(len(versions))
+    )
     for t in members:
         ledger.write(ref_of(t), "ISSUED")
         ledger.write(ref_of(t), "RUNNING")
@@ -142,6 +146,57 @@ def test_sweep_at_publish_and_put_after_it(ledger):
     assert not buffer.put(make_group(ledger, 1, 0))  # finished too late
     assert buffer.put(make_group(ledger, 2, 1))
     assert buffer.drops() == {"stale": 4}
+
+
+def test_survivors_stay_with_a_record_of_each_that_grew_too_old(ledger):
+    buffer = SampleBuffer(replace(SETTINGS, short_group_stale="survivors"), ledger, ["a"])
+    for index, versions in ((0, [0, 1, 1]), (1, [1, 1, 1]), (2, [0, 0, 0])):
+        assert buffer.put(make_group(ledger, index, versions=versions))
+    with pytest.raises(
+        TakeTimeout
+    ):  # before the sweep of version 2, for which it may not take what is too old
+        buffer.take(3, timeout_s=0.01)
+    assert [g.index for g in buffer.sweep(2)] == [2]  # of which nothing is left
+    assert buffer.drops() == {"stale": 4} and buffer.num_open_episodes() == 5
+    groups = buffer.take(3)
+    assert [[t.sample for t in g.trajectories] for g in groups] == [[1, 2], [0, 1, 2]]
+    buffer.consumed(3, groups)
+    assert {s: n for s, n in ledger.counts().items() if n} == {"TRAINED": 5, "DROPPED": 4}
+    ledger.check(in_flight=0)
+
+
+def test_survivors_are_selected_anew_and_counted_once(ledger):
+    buffer = SampleBuffer(replace(SETTINGS, short_group_stale="survivors"), ledger, ["a"])
+    buffer.select = lambda groups: (
+        [g for g in groups if len(g.trajectories) > 1],
+        [(g.uid, "few") for g in groups if len(g.trajectories) < 2],
+    )
+    for index, versions in ((0, [0, 1, 1]), (1, [0, 0, 1]), (3, [1, 1, 1])):
+        buffer.put(make_group(ledger, index, versions=versions))
+    buffer.select, alone = odd_ones_out, buffer.select
+    buffer.put(
+        make_group(ledger, 4, versions=[1, 0, 1])
+    )  # the first is dropped: its statistics are of all
+    buffer.select = alone
+    assert [g.index for g in buffer.sweep(2)] == [1, 4]
+    assert buffer.drops() == {"stale": 3 + 2, "filtered: few": 1, "filtered: worst": 1}
+    buffer.take(3)
+    metrics = buffer.selection_metrics()
+    assert metrics["reward/mean_all"].count == 12  # as they came, and not again
+    assert (metrics["filter/kept"].sum, metrics["filter/kept"].count) == (4, 5)
+
+
+def test_groups_to_be_replaced_are_handed_back_with_open_records(ledger):
+    buffer = SampleBuffer(replace(SETTINGS, short_group_stale="replace"), ledger, ["a"])
+    buffer.select = odd_ones_out  # drops a member of group 4, so that its statistics are of all
+    for index, versions in ((0, [0, 1]), (4, [0, 1]), (6, [1, 1])):
+        assert buffer.put(make_group(ledger, index, versions=versions))
+    assert buffer.reclaim(1) == []
+    assert [g.index for g in buffer.reclaim(2)] == [0]
+    assert (buffer.num_waiting, buffer.num_open_episodes()) == (2, 3)
+    assert [g.index for g in buffer.sweep(2)] == [4]
+    assert buffer.drops() == {"filtered: worst": 1, "stale": 1}
+    ledger.check(in_flight=2 + 2)  # those that were handed back, and group 6
 
 
 def test_groups_beyond_the_limit_are_dropped_and_counted(ledger):

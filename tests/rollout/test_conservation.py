@@ -19,7 +19,7 @@ from rl_jax.types import TurnError
 from tests.rollout.doubles import SETTINGS, echo_script, echo_tasks, running
 
 
-def chaos(seed):
+def chaos(seed, charged_to=("infra", "policy")):
     """A pool and a sampler that fail, abort and dawdle at random."""
     rng = random.Random(seed)
 
@@ -28,7 +28,7 @@ def chaos(seed):
             return EnvError(
                 rng.choice(["env_timeout", "env_died", "env_lost"]),
                 "chaos",
-                rng.choice(["infra", "policy"]),
+                rng.choice(charged_to),
             )
 
     def fail_turn(request):
@@ -72,25 +72,38 @@ SELECTORS = {0: picky, 2: picky, 3: picky}  # seed -> select
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seed, staleness, age_of",
-    [(0, 0, "oldest"), (1, 1, "oldest"), (2, 1, "start"), (3, 3, "oldest")],
+    "seed, staleness, age_of, stale",
+    [
+        (0, 0, "oldest", "drop"),
+        (1, 1, "oldest", "drop"),
+        (2, 1, "start", "drop"),
+        (3, 3, "oldest", "drop"),
+        (4, 1, "oldest", "replace"),
+        (5, 1, "start", "survivors"),
+    ],
 )
 def test_every_attempt_ends_in_exactly_one_state_under_random_faults(
-    tmp_path, seed, staleness, age_of
+    tmp_path, seed, staleness, age_of, stale
 ):
-    bound = {"max_staleness": staleness, "age_of": age_of}
+    bound = {"max_staleness": staleness, "age_of": age_of, "short_group_stale": stale}
     settings = replace(SETTINGS, group_size=3, **bound, max_env_failures=10**6, batch_groups=4)
     tasks = {"a": echo_tasks("a", 3), "b": echo_tasks("b", 5, turns=3)}
-    pool, sampler = chaos(seed)
-    trained = []
+    # Who fails by its own fault is never replaced.
+    pool, sampler = chaos(seed, ("infra",) if stale == "replace" else ("infra", "policy"))
+    late = 1 if stale == "drop" else 3  # versions a step: two are published that nobody trains on
+    trained, sizes = [], set()
     with running(tmp_path, settings=settings, tasks=tasks, pool=pool, sampler=sampler) as world:
         world.publish(0)
-        for step in range(1, 7):
+        for step in range(1, 6 * late + 1, late):
+            for version in range(step - late + 1, step):
+                time.sleep(0.01)
+                world.publish(max(version, 0))
             groups = world.step(step, SELECTORS.get(seed))  # checks the law
             assert Counter(g.tag for g in groups) == {"a": 2, "b": 2}
             mine = [t for g in groups for t in g.trajectories if t.num_trained]
             assert all(step - 1 - t.oldest_version <= staleness for t in mine)
             trained += mine
+            sizes |= {len(g.trajectories) for g in groups}
             if age_of == "start":
                 starts = [t.start_version for g in groups for t in g.trajectories]
                 assert step - 1 - min(starts) <= staleness
@@ -111,6 +124,10 @@ def test_every_attempt_ends_in_exactly_one_state_under_random_faults(
     assert ends["TRAINED"] == len(trained) == len({t.uid for t in trained})
     assert sum(ends.values()) == counts["episodes/issued"]
     assert counts["episodes/errored"] == ends["ERRORED"] > 0
+    stales = Counter(r["state"] for r in records if r["reason"] == "stale")
+    assert counts["episodes/dropped_stale"] == stales["DROPPED"]
+    assert late == 1 or stales["DROPPED"] > 0
+    assert stale != "replace" or sizes == {settings.group_size}
     by_reason = Counter(r["reason"] for r in records if r["state"] == "DROPPED")
     filtered = {r: n for r, n in by_reason.items() if r.startswith("filtered")}
     assert set(filtered) == (

@@ -51,9 +51,16 @@ def test_view_follows_every_change_and_is_kept_between_them():
     view = look(now=1)
     assert (view.started, view.scored, view.num_tokens) == (3, 1, (trajectory.num_trained, 0, 0))
     del group.members[2]
-    assert look(now=1).started == 2
+    group.leaving.add(1)  # its attempt was cancelled and has not ended
+    assert (look(now=1).started, group.missing()) == (3, [2])
+    group.leaving.remove(1)
+    assert (look(now=1).started, group.missing()) == (2, [2])
     group.given_up.add(2)
-    assert look(now=1).want == 2
+    last = look(now=1)
+    assert last.want == 2
+    group.remove(trajectory.sample)
+    group.add(replace(trajectory, start_version=5))  # as many as before, and not the same
+    assert group.view(1) is not last
 
 
 @pytest.mark.parametrize("age_of", ["oldest", "start"])
@@ -74,3 +81,15 @@ def test_a_group_is_as_old_as_its_oldest_token_or_its_first_start(age_of):
     assert group.view(3).oldest_version == (0 if by_start else 2)
     group.members[1] = member(1)
     assert group.view(4).oldest_version == (0 if by_start else 2)
+
+
+@pytest.mark.parametrize("age_of, stale", [("oldest", [1, 2]), ("start", [0, 1, 2])])
+def test_stale_members_are_told_by_their_own_age(age_of, stale):
+    group = live_group(age_of)
+    group.add(replace(fake_trajectory(0, 0, version=3), start_version=1))
+    group.add(replace(fake_trajectory(0, 1, version=1), start_version=1))
+    group.members[2] = member(2)
+    group.members[2].episode.oldest_version = group.members[2].episode.start_version = 1
+    assert group.stale(2, max_staleness=1) == []
+    assert group.stale(3, max_staleness=1) == stale
+    assert group.remove(1).sample == 1 and group.missing() == [1]

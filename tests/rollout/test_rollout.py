@@ -198,31 +198,6 @@ def test_failed_member_is_issued_again_and_the_group_completes(tmp_path):
     assert world.pool.num_live == 0 and world.sampler.live == ()
 
 
-@pytest.mark.parametrize(
-    "rule, sizes, indices",
-    [("survivors", [1, 2], [0, 1]), ("drop", [2, 2], [1, 2]), ("replace", [2, 2], [1, 2])],
-)
-def test_short_group_rules(tmp_path, rule, sizes, indices):
-    def fail(verb, uid):
-        return EnvError("env_error", "broken") if verb == "reset" and uid == "r/0/0/1" else None
-
-    settings = replace(SETTINGS, short_group_infra=rule)
-    with running(tmp_path, settings=settings, pool=FakePool({"echo": EchoEnv}, fail=fail)) as world:
-        world.publish(0)
-        groups = world.step(1)
-        assert [len(g.trajectories) for g in groups] == sizes
-        assert [g.index for g in groups] == indices
-        tries = {"replace": 3}.get(rule, 1)
-        assert world.ledger.counts()["ERRORED"] == tries
-        other = [r for r in world.records() if r["uid"] == "r/0/0/0"][-1]
-        if rule == "survivors":
-            assert other["state"] == "TRAINED"
-        else:
-            assert (
-                other["state"] in ("DROPPED", "CANCELLED") and other["reason"] == "short: env_error"
-            )
-
-
 def test_failure_charged_to_the_policy_is_not_repeated(tmp_path):
     def fail(verb, uid):
         return (
