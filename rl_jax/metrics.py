@@ -179,7 +179,9 @@ METRICS = {
     "alarm/k3": "1 where mismatch/k3 was above guards.k3_above",
     "alarm/lag0": "1 where trainer and sampler disagreed under the same weights by more than guards.lag0_above",
     "goodput/run": "share of the step in which the learner computed",
-    "goodput/sample": "trained tokens over sampled tokens, since the start of the run",
+    # G_sample; what it lacks to 1 went into stale, failed, filtered and cancelled episodes, or an update that was
+    # skipped. A turn under way counts as sampled already, so that it is rather too low than too high.
+    "goodput/sample": "trained tokens over sampled tokens that no episode still holds, since the process started",
 }
 
 _NUMBER = re.compile(r"(?:(?<=_lag)|(?<=_at))\d+")

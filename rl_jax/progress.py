@@ -81,6 +81,7 @@ def format_step(step: int, total: int, row: Row, eta_s: float | None) -> str:
         number("entropy", "policy/entropy"),
         number("grad", "optim/grad_norm"),
         number("mismatch", "mismatch/abs_mean", form=lambda v: f"{v:.1e}"),
+        number("G_sample", "goodput/sample", form=lambda v: f"{v:.0%}"),
         number("skipped", "optim/skipped") if values.get("optim/skipped") else None,
         number("step", "time/step_s", form=duration),
         f"eta {duration(eta_s)}" if eta_s is not None else None,

@@ -85,7 +85,7 @@ class Recorder:
         lag0 = metrics.get("mismatch/abs_mean_lag0_pure")
         if lag0 is not None:
             self._lag0 = self._lag0.merge(lag0)
-        row.update(self._goodput(row))
+        row.update(self._goodput(row, counts.get("open_tokens", 0)))
         self._writer.write(step, row)
         every = self._settings.rollouts_every
         if every and step % every == 0:
@@ -108,7 +108,7 @@ class Recorder:
 
     def evaluation(self, version: int, name: str, result: Any) -> None:
         """One row and one line of an evaluation at a pinned version; its tokens count in no rate of a step."""
-        own = sum(len(turn.tokens) for t in result.trajectories for turn in t.turns)
+        own = sum(t.num_sampled for t in result.trajectories)
         self._useful[1] += max(self._served().get("decode_tokens", 0.0) - own, 0.0)
         row = {
             f"eval/success.{name}": Metric(
@@ -208,7 +208,8 @@ class Recorder:
             row["perf/prefill_tokens_per_s"] = delta.get("prefill_tokens", 0.0) / seconds.sum
         return row
 
-    def _goodput(self, row: Mapping[str, Any]) -> dict[str, float]:
+    def _goodput(self, row: Mapping[str, Any], num_open: float = 0) -> dict[str, float]:
+        """num_open: tokens sampled by episodes that may still be trained; counted before the servers were asked."""
         out = {}
         train = row.get("time/train_s")
         if train is None or train.sum <= 0:
@@ -217,10 +218,14 @@ class Recorder:
         out["perf/train_tokens_per_s"] = row["batch/tokens"].sum / train.sum
         if self._peak_flops and "batch/tflops" in row:
             out["perf/train_mfu"] = row["batch/tflops"].sum * 1e12 / train.sum / self._peak_flops
-        self._useful[0] += row["batch/trained_tokens"].sum
+        skipped = row.get("optim/skipped")
+        if skipped is None or not skipped.sum:
+            self._useful[0] += row["batch/trained_tokens"].sum
         self._useful[1] += row.get("serve/decode_tokens", 0.0)
         if self._useful[1] > 0:
-            out["goodput/sample"] = self._useful[0] / self._useful[1]
+            # A process that dies takes the last of its counts along: what was trained was sampled all the same.
+            sampled = max(self._useful[1] - num_open, self._useful[0], 1.0)
+            out["goodput/sample"] = self._useful[0] / sampled
         return out
 
 
@@ -265,7 +270,7 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
 
 
 def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Metric]:
-    sampled = [sum(len(turn.tokens) for turn in t.turns) for t in trajectories]
+    sampled = [t.num_sampled for t in trajectories]
     turns = [turn for t in trajectories for turn in t.turns]
     row = {
         "length/response": Metric.of(sampled),

@@ -354,6 +354,11 @@ class Trajectory:
         return int(self.loss_mask.sum())
 
     @property
+    def num_sampled(self) -> int:
+        """Of all turns, trained or not."""
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
     def oldest_version(self) -> int:
         """Version of the oldest trained token; start_version if nothing was sampled."""
         trained = self.versions[self.loss_mask]

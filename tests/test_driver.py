@@ -186,6 +186,10 @@ def test_the_sampler_and_the_trainer_agree_at_lag_zero(one_device, split):
         assert 0 < summary["mismatch"]["lag0_mean_abs"] < 1e-5
 
 
+def test_a_run_that_loses_nothing_trains_all_that_it_sampled(one_device):
+    assert [row["goodput/sample"] for row in rows(one_device)] == [1.0] * STEPS
+
+
 def test_they_agree_at_another_temperature_too(tmp_path):
     run = run_job(tmp_path / "run", "--config.rollout.temperature=0.7", "--config.steps=2")
     summary = json.loads((run / "summary.json").read_text())

@@ -31,10 +31,11 @@ def test_step_line_has_what_was_measured_and_nothing_else():
         "time/step_s": 2.0,
         "time/wait_for_batch_s": 0.5,
         "mismatch/abs_mean": 1.2e-6,
+        "goodput/sample": 0.934,
     }
     assert format_step(3, 120, row, eta_s=249.0) == (
         "step   3/120  reward 0.500+-0.050  a 0.750 ok 75%  b 0.250  tok/s decode 1.23k"
-        "  stale 0.5/1  wait 25%  mismatch 1.2e-06  step 2.0 s  eta 4m09s"
+        "  stale 0.5/1  wait 25%  mismatch 1.2e-06  G_sample 93%  step 2.0 s  eta 4m09s"
     )
     assert format_step(1, 9, {}, None) == "step 1/9"
 

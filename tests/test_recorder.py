@@ -98,6 +98,26 @@ def test_rates_of_a_step_leave_out_the_tokens_of_an_evaluation_before_it(recorde
     assert row["goodput/sample"] == 66 / (100 - 8 + 40)
 
 
+def test_what_may_still_be_trained_is_not_counted_as_lost(recorder):
+    recorder, rows = recorder
+    served = {"decode_tokens": 0.0}
+    recorder.watch(lambda: served, lambda: "nothing")
+    steps = (  # sampled since the start, open, trained in the step, skipped -> of the run so far
+        (200, 120, 80, 0, 80 / 80),  # an asynchronous start: more is under way than was trained
+        (300, 90, 80, 0, 160 / 210),  # 50 tokens were of episodes that ended otherwise
+        (400, 110, 80, 1, 160 / 290),  # its update was not committed
+        (400, 0, 260, 0, 1.0),  # a server that died took the count of its last tokens along
+    )
+    for step, (sampled, num_open, trained, skipped, _) in enumerate(steps, 1):
+        served["decode_tokens"] = sampled
+        metrics = {
+            "time/step_s": Metric(4.0, 1), "time/train_s": Metric(2.0, 1), "optim/skipped": Metric(skipped, 1),
+            "batch/tokens": Metric(90.0, 1), "batch/trained_tokens": Metric(trained, 1),
+        }  # fmt: skip
+        recorder.step(step, [some_group()], metrics, {"open_tokens": num_open})
+    assert [row["goodput/sample"] for _, row in rows] == [want for *_, want in steps]
+
+
 def test_what_servers_held_is_the_mean_over_the_blocks_of_the_step_alone(recorder):
     recorder, rows = recorder
     names = ("blocks", "block_running", "block_waiting", "block_held_pages", "block_pages")

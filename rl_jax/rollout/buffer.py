@@ -242,6 +242,12 @@ class SampleBuffer:
         with self._change:
             return sum(len(entry.open_members) for entry in self._open_entries())
 
+    def num_open_tokens(self) -> int:
+        """Tokens that these episodes sampled."""
+        with self._change:
+            members = [t for entry in self._open_entries() for t in entry.open_members]
+        return sum(t.num_sampled for t in members)
+
     def drops(self) -> dict[str, int]:
         """Episodes dropped so far, by reason: stale, buffer_full, run_end, and "filtered: " with the algorithm's."""
         return dict(self._drops)

@@ -161,6 +161,14 @@ class Dispatcher:
         """Its part of the ledger's in_flight."""
         return sum(len(g.members) + len(g.scored) for g in self._groups.values())
 
+    def num_open_tokens(self) -> int:
+        """Tokens that the members of groups in flight sampled in turns that are over. May be called from another
+        thread."""
+        groups = list(self._groups.values())
+        scored = [s.trajectory for group in groups for s in list(group.scored.values())]
+        live = [member.episode for group in groups for member in list(group.members.values())]
+        return sum(t.num_sampled for t in scored) + sum(episode.num_tokens for episode in live)
+
     def pending(self) -> list[tuple[int, int]]:
         """(epoch, index) of every group that is issued and not consumed, those still to be issued again too."""
         keys = [(g.issued.epoch, g.issued.index) for g in self._groups.values()]

@@ -221,7 +221,8 @@ class Rollout:
         return self._call(_result(self._num_open), SLACK_S)
 
     def counts(self) -> dict[str, float]:
-        """Cumulative counters by metric name, and the two gauges episodes/in_flight and episodes/buffered."""
+        """Cumulative counters by metric name; the gauges episodes/in_flight and episodes/buffered; and open_tokens,
+        sampled by episodes that may still be trained, in turns that are over."""
         counts: dict[str, float] = dict(self._player.counts)
         states = self.ledger.counts()
         counts["episodes/in_flight"] = sum(
@@ -235,6 +236,7 @@ class Rollout:
         counts["episodes/cut_observations"] = self.pool.counts["truncated_observations"]
         if (curriculum := self.stream.curriculum) is not None:
             counts |= {f"curriculum/prob.{tag}": p for tag, p in curriculum.probs.items()}
+        counts["open_tokens"] = self._dispatcher.num_open_tokens() + self.buffer.num_open_tokens()
         counts["time/wait_for_policy_s"] = self._dispatcher.wait_for_policy_s
         return counts
 

@@ -15,6 +15,15 @@ from rl_jax.testing.fake_sampler import FakeSampler
 from tests.rollout.doubles import SETTINGS, echo_script, running
 
 
+class CountingSampler(FakeSampler):
+    num_sampled = 0  # tokens of turns that are over
+
+    async def generate(self, request):
+        turn = await super().generate(request)
+        self.num_sampled += len(turn.tokens)
+        return turn
+
+
 @pytest.mark.parametrize(
     "rule, sizes, indices",
     [("survivors", [1, 2], [0, 1]), ("drop", [2, 2], [1, 2]), ("replace", [2, 2], [1, 2])],
@@ -67,7 +76,7 @@ def test_short_group_rules_of_stale_members(tmp_path, rule, max_attempts, where)
     settings = replace(
         SETTINGS, group_size=3, max_staleness=1, short_group_stale=rule, max_attempts=max_attempts
     )
-    sampler = FakeSampler(script=echo_script, sleep=sleep, latency=latency)
+    sampler = CountingSampler(script=echo_script, sleep=sleep, latency=latency)
     with running(tmp_path, settings=settings, sampler=sampler) as world:
         world.publish(0)
         world.rollout.want(1, 2)  # 2 batches of 2 groups are admitted
@@ -80,12 +89,16 @@ def test_short_group_rules_of_stale_members(tmp_path, rule, max_attempts, where)
         if where == "buffered":
             gates[2.0].set()
             until(lambda: world.buffer.num_waiting == 4)
+        assert world.rollout.counts()["open_tokens"] == sampler.num_sampled > 0  # nothing is lost
         world.publish(2)
         world.rollout.check()
         for gate in gates.values():
             gate.set()
         groups = world.buffer.take(3)
+        until(lambda: not world.rollout.status().count("sampling"))
         counts, records = world.rollout.counts(), world.records()
+        lost = sum(r["num_tokens"] for r in records if r["reason"] == "stale")
+        assert counts["open_tokens"] == sampler.num_sampled - lost
         world.rollout.consumed(3, groups)
         world.publish(3)
         world.rollout.check()
