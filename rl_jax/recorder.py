@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from rl_jax.disk import naming
+from rl_jax.first_step import FirstStep
 from rl_jax.guards import Alarm
-from rl_jax.metrics import Metric, MetricsWriter, pass_rates
+from rl_jax.metrics import Metric, MetricsWriter, Row, pass_rates
 from rl_jax.progress import Progress
 from rl_jax.rollout.traces import write_traces
 from rl_jax.settings import MetricsSettings
@@ -60,6 +61,7 @@ class Recorder:
         self._start_s = time.monotonic()
         self._lag0 = Metric(0.0, 0)
         self._useful = [0.0, 0.0]  # trained tokens, sampled tokens
+        self._first = FirstStep()
         self._tracer = ThreadPoolExecutor(1, "traces")
         self._tracing: Future | None = None  # of the step before
         self.steps = 0
@@ -93,8 +95,7 @@ class Recorder:
             trajectories = [t for g in groups for t in g.trajectories]
             directory = self._run_dir.rollouts(step, "train")
             self._tracing = self._tracer.submit(write_traces, directory, trajectories, self._render)
-        self.progress.step(step, row)
-        self._run_dir.status("running", step=step)
+        self._tell(step, row)
 
     def flush(self) -> None:
         """All traces so far are on disk when this returns. Raises what writing them raised (a full disk)."""
@@ -104,6 +105,7 @@ class Recorder:
 
     def close(self) -> None:
         """End the thread after what it writes; what that raises was no longer asked for."""
+        self._first.close()
         self._tracer.shutdown()
 
     def evaluation(self, version: int, name: str, result: Any) -> None:
@@ -134,8 +136,7 @@ class Recorder:
         self.steps += 1
         row = {**metrics, **self._goodput(metrics)}
         self._writer.write(step, row)
-        self.progress.step(step, row)
-        self._run_dir.status("running", step=step)
+        self._tell(step, row)
 
     def held_out(self, version: int, figures: Mapping[str, Metric], seconds: Metric) -> None:
         """The row and the line of an evaluation on held-out rows."""
@@ -179,6 +180,12 @@ class Recorder:
         with naming(path):
             path.write_text(json.dumps(out, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         return out
+
+    def _tell(self, step: int, row: Row) -> None:
+        self.progress.step(step, row)
+        if line := self._first.why(row):
+            self.progress.note(line, step=step)
+        self._run_dir.status("running", step=step)
 
     def _policy_wait(self, counts: Mapping[str, float]) -> dict[str, float]:
         total = counts.get("time/wait_for_policy_s")

@@ -75,6 +75,7 @@ PART = {
     "resume": "run_dir",
     "driver": "driver",
     "recorder": "driver",
+    "first_step": "driver",
     "guards": "driver",
     "warm_start": "driver",
     "job": "launch",

@@ -48,6 +48,7 @@ def recorder(tmp_path):
     progress = Progress(2, "plain", stream=io.StringIO())
     made = Recorder(run_dir, writer, progress, MetricsSettings(rollouts_every=0), lambda tokens: "")
     yield made, rows
+    made.close()
     progress.close()
 
 
@@ -131,6 +132,22 @@ def test_what_servers_held_is_the_mean_over_the_blocks_of_the_step_alone(recorde
     assert (row["serve/running"], row["serve/waiting"]) == (1.5, 0.5)
     assert (row["serve/kv_usage"], row["serve/prefill_prompts"]) == (0.25, 1.5)
     assert not {"serve/running", "serve/waiting", "serve/kv_usage"} & rows[1][1].keys()
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_slow_first_step_is_explained_after_its_line_and_once(recorder, supervised):
+    recorder, _ = recorder
+    out = recorder.progress._stream
+    metrics = {"time/step_s": Metric(70.0, 1), "time/train_s": Metric(70.0, 1), "batch/tokens": Metric(9.0, 1),
+               "batch/trained_tokens": Metric(9.0, 1)}  # fmt: skip
+    for step in (1, 2):
+        if supervised:
+            recorder.fitted(step, metrics)
+        else:
+            recorder.step(step, [some_group()], metrics, {})
+    first, why, second = out.getvalue().splitlines()
+    assert first.startswith("step 1/2") and second.startswith("step 2/2")
+    assert why == "the first step took 70 s: the update 70 s"
 
 
 def test_summary_has_the_fields_that_others_read(recorder, tmp_path):
