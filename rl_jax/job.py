@@ -138,7 +138,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         record = plan_record(setting, model, pool, corpus)
         record["template_sha256"] = renderer.template_sha256
         if options.run_dir:
-            check_template(Path(options.run_dir), renderer.template_sha256)
+            check_template(Path(options.run_dir), renderer.template_sha256, options.resume)
         if options.dry_run:
             dry_run(setting, model, record, renderer, pool, progress)
             if options.run_dir:

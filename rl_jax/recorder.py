@@ -23,11 +23,11 @@ from rl_jax.first_step import FirstStep
 from rl_jax.guards import Alarm
 from rl_jax.metrics import Metric, MetricsWriter, Row, pass_rates
 from rl_jax.progress import Progress
+from rl_jax.resume import SUMMARY
 from rl_jax.rollout.traces import write_traces
 from rl_jax.settings import MetricsSettings
 from rl_jax.types import FinishReason, Group, Outcome, Trajectory
 
-SUMMARY = "summary.json"
 SERVED = (  # the servers' counters that make metrics
     "prefill_tokens", "found_tokens", "received_tokens", "cached_tokens", "append_tokens", "recompute_tokens",
     "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers", "role_moves",

@@ -24,6 +24,7 @@ CONFIG, LOCK = "config.json", "LOCK"
 PLAN = "plan.json"  # a run's own, and all that a dry run may leave where there is no run yet
 CHECKPOINTS, LOGS = "checkpoints", "logs"
 LEDGER, METRICS, ROLLOUTS = "ledger.jsonl", "metrics.jsonl", "rollouts"
+SUMMARY = "summary.json"
 RUNS = Path("runs")  # where a directory that nobody named goes
 
 # Keys that may change when a run is resumed: how long, how often, how patient, how many hands. All others decide what
@@ -104,9 +105,7 @@ def decide(path: Path, settings: Settings, resume: str = "auto") -> Decision:
             f"{path} holds a run already; --resume=never needs an empty or new --run_dir"
         )
     steps = checkpoint_steps(path)
-    # A run that ended before it made anything: its error named another value, and that is what comes now.
-    is_blank = resume == "auto" and not steps and not _has_results(path)
-    changes = _check_same_run(path, stored, settings, is_blank)
+    changes = _check_same_run(path, stored, settings, is_blank(path, resume))
     if resume.isdecimal() and int(resume) not in steps:
         raise RunDirError(
             f"--resume={resume}: {path} has no such checkpoint; it has {steps or 'none'}"
@@ -227,9 +226,11 @@ def stored_config(path: Path) -> dict[str, Any]:
     return stored
 
 
-def check_template(path: Path, sha256: str) -> None:
+def check_template(path: Path, sha256: str, resume: str = "auto") -> None:
     """Raises RunDirError if the run in a directory was begun with another tokenizer or chat template than this one:
-    the config names their files, which may have changed."""
+    the config names their files, which may have changed. Not where nothing came of it: no token was made with them."""
+    if is_blank(path, resume):
+        return
     stored = template_of(path)
     if stored is not None and stored != sha256:
         raise RunDirError(
@@ -273,9 +274,19 @@ def _elsewhere(path: Path) -> str:
     return f"go on in a new directory with --run_dir=NEW --config={path}/config.resolved.py{fork}"
 
 
+def is_blank(path: Path, resume: str) -> bool:
+    """Whether a run ended here before it made anything, and starts anew: its error named another value, and that is
+    what comes now."""
+    return resume == "auto" and (path / CONFIG).exists() and not _has_results(path)
+
+
 def _has_results(path: Path) -> bool:
-    """Whether a run left more than records of how it ended: bad checkpoints, saved episodes, or a step that trained."""
-    if any((path / CHECKPOINTS).glob("**/step_*")) or any((path / ROLLOUTS).glob("*")):
+    """Whether a run left more than records of how it ended: checkpoints, good or bad, saved batches, a step that
+    trained, or an end that it came to (all that --mode=eval makes). The first evaluation of a run that then trained
+    nothing is no result: it says how its start does, is soon made again, and is kept aside."""
+    if any((path / CHECKPOINTS).glob("**/step_*")) or any((path / ROLLOUTS).glob("*/train")):
+        return True
+    if (path / SUMMARY).exists():
         return True
     for name, mark in ((LEDGER, '"TRAINED"'), (METRICS, '"time/step_s"')):
         with suppress(FileNotFoundError), (path / name).open(encoding="ascii") as lines:
@@ -285,15 +296,15 @@ def _has_results(path: Path) -> bool:
 
 
 def _check_same_run(
-    path: Path, stored: Mapping[str, Any], settings: Settings, is_blank: bool
+    path: Path, stored: Mapping[str, Any], settings: Settings, may_all: bool
 ) -> tuple[str, ...]:
-    """The allowed differences, as lines; all are where is_blank. Raises RunDirError for the others."""
+    """The allowed differences, as lines; all are where may_all. Raises RunDirError for the others."""
     before = schema.build(Settings, stored, "", [])
     old, new = schema.leaves(schema.to_tree(before)), schema.leaves(schema.to_tree(settings))
     differing = [
         f"{key} {old.get(key, 'absent')} there, {new.get(key, 'absent')} here"
         for key in sorted({*old, *new})
-        if old.get(key) != new.get(key) and not is_blank and not _may_change(key)
+        if old.get(key) != new.get(key) and not may_all and not _may_change(key)
     ]
     if settings.run_id and settings.run_id != stored["run_id"]:
         differing.insert(0, f"run_id {stored['run_id']} there, {settings.run_id} here")

@@ -38,6 +38,7 @@ from rl_jax.resume import (
     METRICS,
     ROLLOUTS,
     RUNS,
+    SUMMARY,
     Decision,
     RunDirError,
     auto_path,
@@ -50,7 +51,7 @@ from rl_jax.settings import Settings
 LOG = logging.getLogger(__name__)
 
 STATUS, ENV, EVENTS = "STATUS.json", "ENV.json", "events.jsonl"
-SUMMARY, QUARANTINE = "summary.json", "quarantine"
+QUARANTINE = "quarantine"
 DRIVER_LOG = "driver.log"
 
 GLANCE_S = 0.05  # longer than check_usable of another process holds a lock
@@ -297,15 +298,19 @@ def _prepare(decision: Decision, settings: Settings, files: Mapping[str, str]) -
     """Write what makes the directory ours; set aside what a start from another point would confuse."""
     path = decision.path
     tree = schema.to_tree(replace(settings, run_id=decision.run_id))
-    _replace(path / CONFIG, encode(tree, indent=1) + "\n")
+    config, old_records = (
+        encode(tree, indent=1) + "\n",
+        path / QUARANTINE / f"before_attempt_{decision.attempt}",
+    )
+    if decision.resume_from is None and (path / CONFIG).exists():
+        _keep_changed(path, {CONFIG: config, **files}, old_records)
+    _replace(path / CONFIG, config)
     aside = [path / name for name in ATTEMPT_FILES] if decision.resume_from is None else []
     for kept in (path / CHECKPOINTS, path / ROLLOUTS):  # of steps that will be made again
         aside += [p for p in kept.glob("step_*") if step_of(p) > decision.resume_step]
     for old in aside:
         if old.exists():
-            target = (
-                path / QUARANTINE / f"before_attempt_{decision.attempt}" / old.relative_to(path)
-            )
+            target = old_records / old.relative_to(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(old, target)
     logs = path / LOGS / f"attempt_{decision.attempt}"
@@ -317,6 +322,16 @@ def _prepare(decision: Decision, settings: Settings, files: Mapping[str, str]) -
     for name, text in files.items():
         _replace(path / name, text)
     _replace(path / ENV, encode(_environment(), indent=1) + "\n")
+
+
+def _keep_changed(path: Path, files: Mapping[str, str], old_records: Path) -> None:
+    """What a fresh start replaces by another text stays beside the records that it belongs to. Copied, not moved: a
+    directory never is without a config."""
+    for name, text in files.items():
+        old = path / name
+        if old.exists() and (before := old.read_bytes()) != text.encode():
+            old_records.mkdir(parents=True, exist_ok=True)
+            (old_records / name).write_bytes(before)
 
 
 def _environment() -> dict[str, Any]:

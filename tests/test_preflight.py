@@ -312,7 +312,7 @@ def test_run_keeps_the_plan_that_its_dry_run_printed(tmp_path, capsys, monkeypat
 @pytest.mark.slow
 def test_dry_run_leaves_the_plan_of_a_run_alone_and_refuses_another_config(tmp_path, capsys):
     RunDir.open(tmp_path / "r", parse([CONFIG]).settings, files={"plan.json": "{}"}).close()
-    (tmp_path / "r" / "rollouts" / "step_1").mkdir(parents=True)
+    (tmp_path / "r" / "rollouts" / "step_1" / "train").mkdir(parents=True)
     assert dry_run(tmp_path / "r", capsys)[0] == 0
     code, _, errors = dry_run(tmp_path / "r", capsys, "--config.seed=5")
     assert code == 2 and "belongs to another config: seed 0 there, 5 here" in errors[0]

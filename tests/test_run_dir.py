@@ -143,16 +143,29 @@ def test_nothing_to_resume_makes_no_directory(tmp_path, resume):
 
 def test_directory_where_nothing_came_of_the_run_takes_another_config(tmp_path):
     """The remedy of the error that ended it is typed with the same --run_dir."""
-    run = opened(tmp_path / "r")
-    (run.path / "ledger.jsonl").write_text('{"state": "ISSUED"}\n{"state": "ERRORED"}\n')
-    (run.path / "metrics.jsonl").write_text('{"warm_start/loss": 1.0}\n')
+    run = RunDir.open(
+        tmp_path / "r", SETTINGS, files={"config.resolved.py": "old", "plan.json": "{}"}
+    )
+    run.close()
+    config = (run.path / "config.json").read_text()
+    (run.path / "ledger.jsonl").write_text('{"state": "ISSUED"}\n{"state": "EVALUATED"}\n')
+    (run.path / "metrics.jsonl").write_text('{"sft/loss": 1.0}\n{"eval/success.a": 0.5}\n')
+    (run.path / "rollouts" / "step_0" / "eval").mkdir(parents=True)  # of the first evaluation
     other = replace(SETTINGS, learner=LearnerSettings(learning_rate=0.5), seed=7)
-    again = opened(tmp_path / "r", other)
+    again = RunDir.open(
+        tmp_path / "r", other, files={"config.resolved.py": "new", "plan.json": "{}"}
+    )
+    again.close()
     changes = ("learner.learning_rate: 0.001 -> 0.5", "seed: 0 -> 7")
     assert (sorted(again.decision.changes), again.run_id) == (sorted(changes), run.run_id)
     assert json.loads((again.path / "config.json").read_text())["seed"] == 7
     aside = again.path / "quarantine" / "before_attempt_1"
     assert (aside / "ledger.jsonl").exists() and (aside / "metrics.jsonl").exists()
+    assert (aside / "rollouts" / "step_0" / "eval").exists()
+    assert (aside / "config.json").read_text() == config
+    assert (aside / "config.resolved.py").read_text() == "old"
+    assert (again.path / "config.resolved.py").read_text() == "new"
+    assert not (aside / "plan.json").exists()  # it did not change
     with pytest.raises(RunDirError, match="run_id .* there, mine here"):
         RunDir.open(tmp_path / "r", replace(SETTINGS, run_id="mine"))
 
@@ -164,6 +177,7 @@ def test_directory_where_nothing_came_of_the_run_takes_another_config(tmp_path):
         ("rollouts/step_1/train/traces.jsonl", ""),
         ("ledger.jsonl", '{"state": "ISSUED"}\n{"state": "TRAINED"}\n'),
         ("metrics.jsonl", '{"time/step_s": 1.0}\n'),
+        ("summary.json", "{}"),  # of an evaluation that came to its end
     ],
 )
 def test_directory_that_holds_anything_made_is_of_its_config_only(tmp_path, name, text):
@@ -371,6 +385,12 @@ def test_a_run_goes_on_with_its_own_chat_template_only(tmp_path):
     (path / "plan.json").write_text('{"template_sha256": "a"}')
     check_template(path, "b")  # what a dry run left
     opened(path)
+    check_template(path, "b")  # nothing came of the run, so nothing knows the template
+    (path / "rollouts" / "step_0" / "eval").mkdir(parents=True)
+    check_template(path, "b")
+    with pytest.raises(RunDirError, match="begun with the chat template a"):
+        check_template(path, "b", "3")  # a step is asked for
+    (path / "rollouts" / "step_1" / "train").mkdir(parents=True)
     check_template(path, "a")
     with pytest.raises(
         RunDirError, match="begun with the chat template a, and this one is b: the files"
