@@ -39,7 +39,7 @@ QUICKSTART = "rl_jax/configs/quickstart.py"
 
 USAGE = f"""usage: python -m rl_jax.launch [--config=FILE.py[:arg]] [--config.a.b=value ...] [--mesh=FILE.py[:arg]]
                               [--mode={"|".join(MODES)}] [--run_dir=DIR]
-                              [--resume=auto|never|strict|STEP|PATH] [--progress=plain|json|none] [--dry_run]
+                              [--resume=auto|never|strict|STEP|PATH] [--progress=rich|plain|json|none] [--dry_run]
 
   --config     the experiment; a file or a name of rl_jax/configs
                (default: the config of the run in --run_dir if it holds one, else quickstart)

@@ -19,7 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rl_jax import backend, config, resume
+from rl_jax import backend, config, live_view, resume
 from rl_jax.algorithms.options import is_known
 from rl_jax.console import say
 from rl_jax.mesh import MeshPlan
@@ -53,6 +53,8 @@ def _main(argv: Sequence[str]) -> int:
                 resume.check_eval(options.run_dir, settings, options.resume)
         if options.run_dir or not options.dry_run:
             check_usable(options.run_dir, is_held=not options.dry_run)
+        if settings.metrics.progress == "rich" and (why := live_view.missing()):
+            raise config.ConfigError([why])
         _set_backend(settings.mesh, settings.model, options.dry_run)
     except (config.ConfigError, resume.RunDirError, backend.BackendError) as error:
         return _tell(error, EXIT_CONFIG)

@@ -4,6 +4,7 @@ Owns: `Progress`, sole writer of the console. Invariant: nothing here can stop a
 the log file has them all.
 A heartbeat comes after `heartbeat_s` without a line. It says how long it has been since the last line of another kind,
 and where the run is: in a phase, with what that phase has done so far, else after which step, waiting for what.
+With the form rich the lines of steps and the heartbeat are a table instead (live_view.py), and notes scroll above it.
 Must not: know a part, or wait for one (phases and the heartbeat ask a callable).
 """
 
@@ -17,10 +18,11 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from rl_jax.live_view import Figures, LiveView
 from rl_jax.metrics import Metric, Row, values_of
 
 LOG = logging.getLogger(__name__)
-PROGRESS_FORMS = ("auto", "plain", "json", "none")
+PROGRESS_FORMS = ("auto", "rich", "plain", "json", "none")
 
 
 def duration(seconds: float) -> str:
@@ -40,59 +42,66 @@ def _short(value: float) -> str:
 
 
 def format_step(step: int, total: int, row: Row, eta_s: float | None) -> str:
-    """The one line of a step: what was not measured is left out."""
+    """The one line of a step."""
+    return "  ".join(f"{label} {value}" for label, value in step_figures(step, total, row, eta_s))
+
+
+def step_figures(step: int, total: int, row: Row, eta_s: float | None) -> list[tuple[str, str]]:
+    """(label, value) of the step itself, then of its figures; what was not measured is left out."""
     values, _ = values_of(row)
 
-    def reward(suffix: str) -> str:
+    def reward(label: str, suffix: str) -> tuple[str, str]:
         text = f"{values[f'reward/mean{suffix}']:.3f}"
         metric, std = row[f"reward/mean{suffix}"], values.get(f"reward/std{suffix}")
         if isinstance(metric, Metric) and std is not None:
             text += f"+-{std / math.sqrt(metric.count):.3f}"
         if (success := values.get(f"reward/success{suffix}")) is not None:
             text += f" ok {success:.0%}"
-        return text
+        return label, text
 
-    def number(label: str, *names: str, form: Callable[[float], str] = _short) -> str | None:
+    def number(
+        label: str, *names: str, form: Callable[[float], str] = _short
+    ) -> tuple[str, str] | None:
         found = [form(values[n]) for n in names if n in values]
-        return f"{label} {'/'.join(found)}" if found else None
+        return (label, "/".join(found)) if found else None
 
-    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    share = "{:.0%}".format
+    figures: list[tuple[str, str] | None] = [("step", f"{step:>{len(str(total))}}/{total}")]
     if "reward/mean" in values:
-        parts.append(f"reward {reward('')}")
+        figures.append(reward("reward", ""))
     tags = sorted(n[len("reward/mean") :] for n in values if n.startswith("reward/mean."))
     if len(tags) > 1:
-        parts += [f"{tag[1:]} {reward(tag)}" for tag in tags]
+        figures += [reward(tag[1:], tag) for tag in tags]
     wait = None
     if values.get("time/step_s"):
         wait = values.get("time/wait_for_batch_s", 0.0) / values["time/step_s"]
     decodes = values.get("perf/decode_tokens_per_s", 0.0) > 0
-    parts += [
+    figures += [
         number("loss", "sft/loss"),
         number("loss", "preference/loss"),
-        number("accuracy", "preference/accuracy", form=lambda v: f"{v:.0%}"),
+        number("accuracy", "preference/accuracy", form=share),
         number("margin", "preference/margin"),
         number("tok/s decode", "perf/decode_tokens_per_s") if decodes else None,
         number("train" if decodes else "tok/s train", "perf/train_tokens_per_s"),
         number("stale", "staleness/mean", "staleness/max"),
-        f"wait {wait:.0%}" if wait is not None else None,
-        number("kept", "filter/kept", form=lambda v: f"{v:.0%}")
-        if values.get("filter/kept", 1.0) < 1
-        else None,
+        ("wait", share(wait)) if wait is not None else None,
+        number("kept", "filter/kept", form=share) if values.get("filter/kept", 1.0) < 1 else None,
         number("entropy", "policy/entropy"),
         number("grad", "optim/grad_norm"),
-        number("mismatch", "mismatch/abs_mean", form=lambda v: f"{v:.1e}"),
-        number("G_sample", "goodput/sample", form=lambda v: f"{v:.0%}"),
+        number("mismatch", "mismatch/abs_mean", form="{:.1e}".format),
+        number("G_sample", "goodput/sample", form=share),
         number("skipped", "optim/skipped") if values.get("optim/skipped") else None,
         number("step", "time/step_s", form=duration),
-        f"eta {duration(eta_s)}" if eta_s is not None else None,
+        ("eta", duration(eta_s)) if eta_s is not None else None,
     ]
-    return "  ".join(part for part in parts if part)
+    return [figure for figure in figures if figure]
 
 
 class Progress:
     """Sole writer of the console. Lines also go to the "rl_jax" logger, so that the run's log file holds them.
 
-    form: auto (plain), plain, json (one object a line), none (the log only). Thread-safe.
+    form: auto (plain), rich (the last steps as a table at the foot of the terminal; plain where the stream is none),
+    plain, json (one object a line), none (the log only). Thread-safe. Raises ImportError for rich without that package.
     """
 
     def __init__(
@@ -106,8 +115,9 @@ class Progress:
         if form not in PROGRESS_FORMS:
             raise ValueError(f"progress form {form!r} is not one of {', '.join(PROGRESS_FORMS)}")
         self.total_steps, self.heartbeat_s = total_steps, heartbeat_s
-        self._form = "plain" if form == "auto" else form
         self._stream, self._clock = stream if stream is not None else sys.stdout, clock
+        self._view = LiveView.open(self._stream) if form == "rich" else None
+        self._form = "plain" if form == "auto" or (form == "rich" and self._view is None) else form
         self._lock = threading.Lock()
         self._last_line_s = self._last_news_s = self._clock()
         self._phases: list[tuple[str, Callable[[], str] | None]] = []
@@ -130,7 +140,8 @@ class Progress:
             pace = (now - self._first_step[1]) / (step - self._first_step[0])
             eta = pace * (self.total_steps - step)
         fields = {"step": step, "total": self.total_steps, "eta_s": eta, **values_of(row)[0]}
-        self._print("step", format_step(step, self.total_steps, row, eta), fields)
+        figures = step_figures(step, self.total_steps, row, eta)
+        self._print("step", format_step(step, self.total_steps, row, eta), fields, figures)
 
     @contextmanager
     def phase(
@@ -194,29 +205,52 @@ class Progress:
         if self._beat is not None:
             self._beat.join(timeout=5.0)
             self._beat = None
+        with self._lock:
+            self._write(lambda: self._view.close() if self._view is not None else None)
+            self._view, self._form = None, "plain" if self._form == "rich" else self._form
 
     def _run(self, status: Callable[[], str]) -> None:
         pause = self.heartbeat_s
         while not self._closing.wait(pause):
             pause = max(self.beat(status), 0.01)
 
-    def _print(self, kind: str, text: str, fields: Mapping[str, Any]) -> None:
+    def _print(
+        self, kind: str, text: str, fields: Mapping[str, Any], figures: Figures = ()
+    ) -> None:
+        """figures: of a step."""
         with self._lock:
             self._last_line_s = self._clock()
             if kind != "heartbeat":
                 self._last_news_s = self._last_line_s
             LOG.info(text)
-            if self._form == "none":
-                return
-            line = text
-            if self._form == "json":
-                bad = (math.inf, -math.inf)
-                finite = {k: v for k, v in fields.items() if v == v and v not in bad}
-                line = json.dumps({"kind": kind, "text": text, **finite}, allow_nan=False)
-            try:
-                print(line, file=self._stream, flush=True)
-            except (OSError, ValueError):  # terminal closed: go on, the log has the line
-                self._form = "none"
+            self._write(lambda: self._show(kind, text, fields, figures))
+
+    def _show(self, kind: str, text: str, fields: Mapping[str, Any], figures: Figures) -> None:
+        if self._form == "rich" and self._view is not None:
+            if kind == "step":
+                self._view.step(figures)
+            elif kind == "heartbeat":
+                self._view.awaited(text)
+            else:
+                self._view.note(text)
+        elif self._form == "json":
+            bad = (math.inf, -math.inf)
+            finite = {k: v for k, v in fields.items() if v == v and v not in bad}
+            line = json.dumps({"kind": kind, "text": text, **finite}, allow_nan=False)
+            print(line, file=self._stream, flush=True)
+        elif self._form == "plain":
+            print(text, file=self._stream, flush=True)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except (OSError, ValueError):  # terminal closed: go on, the log has the line
+            self._form = "none"
+        except Exception:  # boundary: a table that cannot be drawn must not stop a run
+            if self._form != "rich":
+                raise
+            LOG.info("the table of steps cannot be drawn; lines from now on", exc_info=True)
+            self._form = "plain"
 
 
 def _answer(ask: Callable[[], str]) -> str:

@@ -445,7 +445,8 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class MetricsSettings:
-    progress: str = "auto"  # auto | plain | json | none
+    # auto: plain | rich: the last steps as a table, on a terminal (the extra rich) | plain | json | none: the log only
+    progress: str = "auto"
     heartbeat_s: float = 30.0
     rollouts_every: int = 1  # steps between saved traces; 0 = never
 

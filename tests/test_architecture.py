@@ -68,6 +68,7 @@ PART = {
     "model_source": "config",
     "configs": "config",
     "progress": "metrics",
+    "live_view": "metrics",
     "signals": "backend",
     "child": "backend",
     "run_dir": "run_dir",
@@ -103,6 +104,7 @@ ONLY_IN = {
     "gymnasium": {"envs"},
     "reasoning_gym": {"envs"},
     "ml_collections": {"rl_jax/config.py", "rl_jax/overrides.py", "rl_jax/configs", "mesh_configs"},
+    "rich": {"rl_jax/live_view.py"},
     "psutil": {"rl_jax/rollout", "rl_jax/cluster.py", "rl_jax/run_dir.py"},
 }
 
@@ -111,6 +113,7 @@ NO_JAX = (
     "rl_jax/__init__.py", "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/schema.py", "rl_jax/config.py",
     "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",
     "rl_jax/run_dir.py", "rl_jax/console.py", "rl_jax/disk.py", "rl_jax/metrics.py", "rl_jax/progress.py",
+    "rl_jax/live_view.py",
     "rl_jax/signals.py", "rl_jax/tokens", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
     "rl_jax/mesh/plan.py", "rl_jax/child.py",
     "rl_jax/configs", "rl_jax/rewards", "rl_jax/rollout", "rl_jax/data", "rl_jax/algorithms/__init__.py",
@@ -540,9 +543,8 @@ DISTRIBUTION = {"ml_collections": "ml-collections", "absl": "absl-py", "reasonin
                 "orbax": "orbax-checkpoint"}  # fmt: skip
 
 
-EXTRAS = {
-    "jetstream": "google-jetstream"
-}  # imported by one file, which says so where it is missing
+# imported by one file, which says so where it is missing
+EXTRAS = {"jetstream": "google-jetstream", "rich": "rich"}
 
 
 def test_dependencies_are_what_is_imported():

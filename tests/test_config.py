@@ -82,7 +82,7 @@ BAD = [
     ("--config.steps.a=3", "--config.steps.a: steps is a value, not a section"),
     ("--config.engine.chunk_sizes[0]=3", "engine.chunk_sizes is set whole: --config.engine.chunk_sizes=a,b"),
     ("--config.steps", "--config.steps needs a value: --config.steps=..."),
-    ("--progress=fancy", "metrics.progress=fancy is not one of auto, plain, json, none"),
+    ("--progress=fancy", "metrics.progress=fancy is not one of auto, rich, plain, json, none"),
     # type and range
     ("--config.steps=2.5", "steps=2.5 must be an int"),
     ("--config.steps=1e3", "steps=1000.0 must be an int; write 1000"),
