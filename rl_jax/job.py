@@ -51,16 +51,19 @@ from rl_jax.preflight import (
     prepare_tasks,
     present_devices,
 )
+from rl_jax.preflight_model import check_weights
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
 from rl_jax.resume import (
     METRICS,
     PLAN,
     RUNS,
+    auto_path,
     check_eval,
     check_replay,
     check_template,
     checkpoint_steps,
+    decide,
     encode,
     template_of,
 )
@@ -74,7 +77,14 @@ from rl_jax.rollout.worker import EnvPool
 from rl_jax.run_dir import RunDir
 from rl_jax.settings import Settings
 from rl_jax.signals import Preempted, interrupt, on_signal, stop_at_once
-from rl_jax.start import make_learner, make_warm_learner, saved_batches, saved_steps, starting_point
+from rl_jax.start import (
+    make_learner,
+    make_warm_learner,
+    reads_source,
+    saved_batches,
+    saved_steps,
+    starting_point,
+)
 from rl_jax.supervised import (
     make_trained,
     play_rows,
@@ -135,6 +145,9 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             options.mode,
         )
         model = build_model(settings, resolve, renderer.tokenizer.vocab_size)
+        where = Path(options.run_dir) if options.run_dir else auto_path(settings)[0]
+        decision = decide(where, settings, options.resume)
+        check_weights(setting, model, reads_source(settings, options.mode, decision))
         record = plan_record(setting, model, pool, corpus)
         record["template_sha256"] = renderer.template_sha256
         if options.run_dir:

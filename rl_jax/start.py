@@ -112,6 +112,13 @@ def starting_point(
     return driver_state, extra, source
 
 
+def reads_source(settings: Settings, mode: str, decision: Decision) -> bool:
+    """Whether a run that begins so takes its weights from model.source. Raises: CheckpointError, as starting_point."""
+    if not settings.model.source or decision.resume_from is not None:
+        return False
+    return mode != "train_only" or _replay_start(settings) is None
+
+
 def _has_other_tags(saved: Mapping[str, Any], settings: Settings) -> bool:
     """Whether a checkpoint's place in its task stream names other tags, or another order of them, than the config."""
     if "stream" not in saved:
@@ -130,7 +137,8 @@ def _begin(job: Setting, roles: Roles) -> None:
     job.note(f"weights of {directory}")
     model = policy.rows.model
     trunk = model.trunk if isinstance(model, ValueModel) else model
-    policy.start(hf.load(directory, trunk, policy.rows.param_shardings))
+    skips = isinstance(model, ValueModel)  # a head over the vocabulary has no place in it
+    policy.start(hf.load(directory, trunk, policy.rows.param_shardings, skips_head=skips))
 
 
 def _take_weights(roles: Roles, reader: Checkpointer, step: int, theirs: str) -> None:

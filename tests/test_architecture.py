@@ -85,6 +85,7 @@ PART = {
     "plan_record": "launch",
     "build_roles": "launch",
     "preflight": "launch",
+    "preflight_model": "launch",
     "supervised": "launch",
     "start": "launch",
     "report": "launch",

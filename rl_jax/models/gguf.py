@@ -8,7 +8,8 @@ Life: `GGUF(path)` reads all metadata (seconds: the library walks each token in 
 `config`, then `tensors(model)`. Must not: write files (tools/), or rebuild a tokenizer (gguf_tokens.py).
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from rl_jax.models import hf
 from rl_jax.models.hf_config import FAMILIES
-from rl_jax.models.hf_files import WeightsError
+from rl_jax.models.hf_files import WeightsError, some
 from rl_jax.models.hf_keys import written_rope
 from rl_jax.models.model import Model
 from rl_jax.models.rope import scaled
@@ -71,8 +72,16 @@ class GGUF:
         import gguf  # 0.4 s, and only a conversion needs it
 
         self.path = Path(path)
+
+        class Reader(gguf.GGUFReader):
+            def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+                _check_size(len(self.data), start_offs, fields)
+                super()._build_tensors(start_offs, fields)
+
         try:
-            reader = gguf.GGUFReader(self.path)
+            reader = Reader(self.path)
+        except _TooShort as error:
+            raise self._error(f"{error}; fetch it again") from None
         except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
             raise WeightsError(
                 f"{self.path} cannot be read ({error}): it is cut short or no GGUF file; fetch it again"
@@ -270,6 +279,28 @@ class GGUF:
 
     def _error(self, text: str) -> WeightsError:
         return WeightsError(f"{self.path}: {text}")
+
+
+class _TooShort(Exception):
+    """Tensors that a file lists are not in it."""
+
+
+def _check_size(size: int, start: int, infos: Sequence[Any]) -> None:
+    """That the file has the bytes of every tensor that it lists. infos: the library's fields. Raises: _TooShort."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    absent, needed = [], size
+    for _, name, _, dims, kind, offset in (info.parts for info in infos):
+        items, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind[0])]
+        end = start + int(offset[0]) + math.prod(map(int, dims)) * num_bytes // items
+        needed = max(needed, end)
+        if end > size:
+            absent.append(bytes(name).decode("utf-8", "replace"))
+    if absent:
+        raise _TooShort(
+            f"it is cut short: {size:,} bytes, of {needed:,} by its header, and {len(absent)} of {len(infos)} tensors"
+            f" are not whole ({some(absent)})"
+        )
 
 
 def _unpermuted(array: np.ndarray, heads: int) -> np.ndarray:

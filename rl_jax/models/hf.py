@@ -144,11 +144,14 @@ def specs(model: Model, dtype: Any = None) -> dict[str, tuple[np.dtype, tuple[in
 class Source:
     """A directory's weights, found to be this model's; a context manager. Raises: WeightsError."""
 
-    def __init__(self, directory: Path | str, model: Model):
+    def __init__(self, directory: Path | str, model: Model, skips_head: bool = False):
+        """skips_head: the model has no head where the directory's has one."""
         self.model, self._places = model, places(model)
         self.weights = Weights(directory)
         try:
-            self._actual = self._check()
+            self._actual = matched(self.weights, model)
+            if HEAD in self._actual and "unembed" not in model.abstract and not skips_head:
+                self._check_head(self._actual)
         except BaseException:
             self.weights.close()
             raise
@@ -161,7 +164,7 @@ class Source:
 
     def specs(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """As the function `specs`, in the dtypes of the files."""
-        found = {n: self.weights.tensors[actual] for n, actual in self._actual.items()}
+        found = {p.name: self.weights.tensors[self._actual[p.name]] for p in self._places.values()}
         return {n: (DTYPES[tensor.dtype], tensor.shape) for n, tensor in found.items()}
 
     def ours(self, name: str, index: Index, dtype: Any) -> np.ndarray:
@@ -180,37 +183,6 @@ class Source:
         array = self.weights.read(actual, part)
         return cast(self.weights.path_of(actual), actual, array, dtype or array.dtype)
 
-    def _check(self) -> dict[str, str]:
-        """Plain name -> the file's, if names, shapes and dtypes are the model's."""
-        tensors, actual = self.weights.tensors, {}
-        for name in tensors:
-            plain = name
-            for prefix, short in TEXT_MODEL:
-                if name.startswith(prefix):
-                    plain = short + name.removeprefix(prefix)
-                    break
-            if not name.startswith(BESIDE_TEXT) and not name.endswith(OLD_BUFFER):
-                actual[plain] = name
-        wanted = {n: shape for n, (_, shape) in specs(self.model).items()}
-        redundant = HEAD not in wanted and HEAD in actual
-        found = {
-            n: tensors[name].shape for n, name in actual.items() if not (redundant and n == HEAD)
-        }
-        unknown = [
-            f"{n} {tensors[actual[n]].dtype}"
-            for n in wanted
-            if n in actual and tensors[actual[n]].dtype not in DTYPES
-        ]
-        check_tensors(
-            self.weights.directory,
-            wanted,
-            found,
-            {f"of a dtype that is none of {', '.join(DTYPES)}": unknown},
-        )
-        if redundant:
-            self._check_head(actual)
-        return {n: actual[n] for n in wanted}
-
     def _check_head(self, actual: Mapping[str, str]) -> None:
         """An lm_head beside a tied embedding is the embedding."""
         shapes = [self.weights.tensors[actual[n]].shape for n in (HEAD, EMBED)]
@@ -226,18 +198,62 @@ class Source:
             )
 
 
+def check_headers(directory: Path | str, model: Model) -> None:
+    """That a directory's files are whole and hold this model's tensors: headers alone are read, no value and no digest.
+
+    Raises: WeightsError, one line.
+    """
+    with Weights(directory) as weights:
+        matched(weights, model)
+
+
+def matched(weights: Weights, model: Model) -> dict[str, str]:
+    """Plain name -> the file's, if names, shapes and dtypes are the model's; with HEAD where the model has none.
+
+    Raises: WeightsError that lists all others.
+    """
+    tensors, actual = weights.tensors, {}
+    for name in tensors:
+        plain = name
+        for prefix, short in TEXT_MODEL:
+            if name.startswith(prefix):
+                plain = short + name.removeprefix(prefix)
+                break
+        if not name.startswith(BESIDE_TEXT) and not name.endswith(OLD_BUFFER):
+            actual[plain] = name
+    wanted = {n: shape for n, (_, shape) in specs(model).items()}
+    found = {n: tensors[name].shape for n, name in actual.items() if n in wanted or n != HEAD}
+    unknown = [
+        f"{n} {tensors[actual[n]].dtype}{weights.among(actual[n])}"
+        for n in wanted
+        if n in actual and tensors[actual[n]].dtype not in DTYPES
+    ]
+    check_tensors(
+        weights.directory,
+        wanted,
+        found,
+        {f"of a dtype that is none of {', '.join(DTYPES)}": unknown},
+        lambda name: weights.among(actual[name]),
+    )
+    return actual
+
+
 def check_tensors(
     where: Path,
     wanted: Mapping[str, tuple[int, ...]],
     found: Mapping[str, tuple[int, ...]],
     more: Mapping[str, list[str]],
+    among: Callable[[str], str] = lambda name: "",
 ) -> None:
-    """Raises: WeightsError that lists what is missing, unexpected or of another shape, and `more`: fault -> names."""
+    """Raises: WeightsError that lists what is missing, unexpected or of another shape, and `more`: fault -> names.
+
+    among: which of several files a found tensor is in.
+    """
     faults = {
         "missing": [n for n in wanted if n not in found],
-        "unexpected": [n for n in found if n not in wanted],
+        "unexpected": [n + among(n) for n in found if n not in wanted],
         "of another shape": [
-            f"{n} {list(found[n])}, not {list(shape)}"
+            f"{n} {list(found[n])}, not {list(shape)}{among(n)}"
             for n, shape in wanted.items()
             if n in found and found[n] != shape
         ],
@@ -256,13 +272,16 @@ def load(
     model: Model,
     shardings: Mapping[str, jax.sharding.Sharding],
     dtype: Any = None,
+    skips_head: bool = False,
 ) -> Params:
     """Params of a directory, each array on its sharding; values are rounded to dtype (None: the model's own).
+
+    skips_head: as of Source.
 
     Beside the arrays the host holds one tensor's slices for its devices: at its peak a load of SmolLM2-135M in float32
     (538 MB, 272 tensors, one CPU device, 1.6 s) held 542 MB. Raises: WeightsError, one line.
     """
-    with Source(directory, model) as source:
+    with Source(directory, model, skips_head) as source:
         weights = source.weights
         index = [INDEX] if (weights.directory / INDEX).is_file() else []
         check_digests(weights.directory, [*weights.files, *index])

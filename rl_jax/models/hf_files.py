@@ -79,6 +79,10 @@ class Weights:
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{self.directory / self._file[name]}: {name}: {error}") from error
 
+    def among(self, name: str) -> str:
+        """ " in FILE", of a tensor of a directory with several files."""
+        return f" in {self._file[name]}" if len(self.files) > 1 else ""
+
     def path_of(self, name: str) -> Path:
         """The file that a tensor is in."""
         return self.directory / self._file[name]
@@ -102,9 +106,7 @@ class Weights:
             # Not mmap: pages of a mapped file count as ours until the system wants them back.
             reader = safe_open(path, framework="numpy", backend="pread")
         except (SafetensorError, OSError) as error:
-            raise WeightsError(
-                f"{path} cannot be read ({error}): it is cut short or no safetensors file; fetch it again"
-            ) from None
+            raise WeightsError(f"{path} cannot be read: {_why_unread(path, error)}") from None
         self._open[name] = reader
         tensors = reader.keys()
         for tensor in tensors:
@@ -156,6 +158,30 @@ def check_finite(where: Path | str, name: str, array: np.ndarray) -> None:
                 f"{where}: {name} has {value} at {index}, where weights must be finite numbers of"
                 f" {array.dtype.name}: fetch or convert the file again, or take a checkpoint from before"
             )
+
+
+def _why_unread(path: Path, error: Exception) -> str:
+    """What is wrong with a file that the library refused; of one that is too short or too long, in numbers."""
+    has, needs = 0, 0
+    try:
+        has = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            begins = file.read(1)
+            needs = 8 + length
+            if has >= needs:
+                file.seek(8)
+                parts = json.loads(file.read(length))
+                ends = [p["data_offsets"][1] for n, p in parts.items() if n != "__metadata__"]
+                needs += max(ends, default=0)
+            elif begins not in (b"{", b""):
+                needs = has  # no header at all
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        needs = has  # what the library said stands
+    if has != needs:
+        what = "is cut short" if has < needs else "is longer than it says"
+        return f"it {what}: {has:,} bytes, of {needs:,} by its header; fetch it again"
+    return f"{error}; it is no safetensors file: fetch it again"
 
 
 def weight_files(directory: Path) -> list[str]:

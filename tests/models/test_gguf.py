@@ -163,7 +163,15 @@ def test_what_cannot_run_is_told_in_one_line(llama, options, text, tmp_path):
 def test_file_that_is_cut_short_is_told(llama, tmp_path):
     _, config, tensors = llama
     data = write_gguf(tmp_path / "m.gguf", config, tensors).read_bytes()
-    for size in (len(data) - 1000, 3000, 10, 0):
+    (tmp_path / "cut.gguf").write_bytes(data[:-1000])
+    with pytest.raises(WeightsError) as error:
+        GGUF(tmp_path / "cut.gguf")
+    path = tmp_path / "cut.gguf"
+    assert str(error.value) == (
+        f"{path}: it is cut short: {len(data) - 1000:,} bytes, of {len(data):,} by its header, and 2 of"
+        f" {len(tensors)} tensors are not whole (blk.1.ffn_up.weight, blk.1.ffn_norm.weight); fetch it again"
+    )
+    for size in (3000, 10, 0):
         (tmp_path / "cut.gguf").write_bytes(data[:size])
         with pytest.raises(WeightsError, match="it is cut short or no GGUF file; fetch it again"):
             GGUF(tmp_path / "cut.gguf")

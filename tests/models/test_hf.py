@@ -17,6 +17,7 @@ from rl_jax.mesh import TRAIN_RULES, make_mesh, merge_rules, shardings
 from rl_jax.models import hf, hf_config
 from rl_jax.models.decoder import build_model
 from rl_jax.models.hf_files import INDEX, SINGLE, SUMS, WeightsError, check_digests
+from rl_jax.models.value import value_model
 from rl_jax.settings import ModelSettings
 from rl_jax.testing.tiny_model import tiny_model
 from tests.models.numpy_reader import NumpyModel
@@ -220,6 +221,15 @@ def test_head_that_is_the_embedding_is_accepted(copy, tied):
     assert params.keys() == tied[2].keys()
 
 
+def test_trunk_of_a_reward_model_is_read_from_a_directory_with_a_head(tmp_path):
+    model, params = saved(tmp_path, "qwen2")
+    assert not model.settings.tie_embeddings
+    trunk = value_model(build_model, model.settings, model.vocab_size).trunk
+    found = hf.load(tmp_path, trunk, one_device(trunk), skips_head=True)
+    assert found.keys() == params.keys() - {"unembed"}
+    assert all(raw(found[name]) == raw(params[name]) for name in found)
+
+
 def test_text_model_of_a_model_for_images_is_found(copy, tied):
     for prefix in ("language_model.", "model.language_model."):
         tensors = {}
@@ -311,7 +321,7 @@ def index(directory, value):
 
 BROKEN = [
     (cut, "model.safetensors cannot be read"),
-    (lambda d: (d / SINGLE).write_bytes(b""), "it is cut short or no safetensors file; fetch it again"),
+    (lambda d: (d / SINGLE).write_bytes(b""), "it is cut short: 0 bytes, of 8 by its header; fetch it again"),
     (to_pickle, "but pytorch_model.bin, a pickle, which is not read; save it as safetensors"),
     (lambda d: (d / SINGLE).unlink(), "no model.safetensors.index.json; fetch its *.safetensors"),
     (lambda d: index(d, {"weight_map": {"a": "x.safetensors"}}), "lacks 1 of 1 shards: x.safetensors; fetch them"),
