@@ -10,7 +10,7 @@ import numpy as np
 from rl_jax.tokens.tokenizer import Tokenizer
 from rl_jax.types import Action, Message, ToolCall
 
-RENDERER_VERSION = 1  # raise it whenever the same conversation gets other tokens
+RENDERER_VERSION = 2  # raise it whenever the same conversation gets other tokens
 
 Tools = Sequence[Mapping[str, Any]]  # of types.Task.tools
 

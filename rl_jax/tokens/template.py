@@ -36,11 +36,12 @@ from rl_jax.tokens.template_messages import (
     SAID,
     TOOL,
     USER,
-    answered,
+    answering,
     as_dict,
     calls_for,
     check_complete,
     joined,
+    own_ids,
     owners,
     schema,
     systems_as_users,
@@ -96,7 +97,7 @@ class TemplateRenderer:
     def first(self, messages: Sequence[Message], tools: Tools = ()) -> np.ndarray:
         """See Renderer."""
         check_first(messages)
-        return self._ids(self._whole(messages, tools))
+        return self._ids(self._whole(answering(messages), tools))
 
     def next(
         self, messages: Sequence[Message], *, closed: bool, calls: Sequence[ToolCall] = ()
@@ -115,10 +116,12 @@ class TemplateRenderer:
         tools: Tools = (),
     ) -> np.ndarray | None:
         """See Renderer."""
-        rendering = self._whole(messages, tools)
         num_said = sum(message.role == "assistant" for message in messages)
+        first = num_said - len(turns)
+        said = {i: self.parse(turn, tools).tool_calls for i, turn in enumerate(turns, first)}
+        rendering = self._whole(answering(messages, said=said), tools)
         kept = []
-        for ordinal, tokens in enumerate(turns, num_said - len(turns)):
+        for ordinal, tokens in enumerate(turns, first):
             found = self._find_kept(rendering, FIRST_SAID - ordinal, tokens)
             kept += [found] if found else []
         ids = self._ids(rendering, kept)
@@ -144,17 +147,6 @@ class TemplateRenderer:
         """See Renderer."""
         return read_action(self._parser, self.text(tokens), tools)
 
-    def preserves(self, messages: Sequence[Message], tools: Tools = ()) -> bool:
-        """Whether the template shows a conversation of the assistant as turns that were put behind each other."""
-        said = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        if not said:
-            return True
-        seen, turns = [self.first(messages[: said[0]], tools)], []
-        for i, after in zip(said, [*said[1:], len(messages)]):
-            turns.append(self.said(Message("assistant", messages[i].content)))
-            seen += [turns[-1], self.next(messages[i + 1 : after], closed=self._end is not None)]
-        return self.rewritten(messages, turns, np.concatenate(seen), tools) is None
-
     # --- renderings -----------------------------------------------------------------------------------------------
 
     def _whole(self, messages: Sequence[Message], tools: Tools) -> Rendering:
@@ -175,7 +167,7 @@ class TemplateRenderer:
             called = replace(plain[1], tool_calls=tuple(calls_for(way, asked)))
             for turn in (plain[1], called) if called.tool_calls and self._end else (plain[1],):
                 try:
-                    found = self._rendered([plain[0], turn, *way], (), asked)
+                    found = self._rendered([plain[0], turn, *answering(way, asked)], ())
                 except TemplateLimitError:
                     raise
                 except ValueError as error:
@@ -200,20 +192,20 @@ class TemplateRenderer:
     def _first_taken(self, ways: Iterator[list[Message]], tools: Tools) -> Rendering:
         errors = []
         for way in ways:
-            try:
-                return self._rendered(way, tools)
-            except TemplateLimitError:
-                raise
-            except ValueError as error:
-                errors.append(error)
+            own = own_ids(way)  # ids that somebody made up may be refused; ours are not
+            for asked in (way, own) if own != way else (way,):
+                try:
+                    return self._rendered(asked, tools)
+                except TemplateLimitError:
+                    raise
+                except ValueError as error:
+                    errors.append(error)
         raise errors[0]
 
-    def _rendered(
-        self, messages: Sequence[Message], tools: Tools = (), calls: Sequence[ToolCall] = ()
-    ) -> Rendering:
+    def _rendered(self, messages: Sequence[Message], tools: Tools = ()) -> Rendering:
         """Raises ValueError where the template refuses the messages, or leaves one out."""
         try:
-            plain = self._said_as(None, messages, tools, calls)
+            plain = self._said_as(None, messages, tools)
         except TemplateLimitError:
             raise
         except ValueError:
@@ -221,7 +213,7 @@ class TemplateRenderer:
         first = None
         for mark_ends in (True, False):
             marks = Marks(self._template, mark_ends)
-            text = self._said_as(marks, messages, tools, calls)
+            text = self._said_as(marks, messages, tools)
             if first is None:
                 check_complete(text, marks, messages, self._where)
             first = first or Rendering(text, marks)
@@ -235,14 +227,12 @@ class TemplateRenderer:
         marks: Marks | None,
         messages: Sequence[Message],
         tools: Tools,
-        calls: Sequence[ToolCall],
         prompt: bool = True,
     ) -> str:
-        told = []
-        answers = iter(answered(calls))
-        for message, owner in zip(messages, owners(messages)):
-            call = next(answers) if message.role == "tool" else None
-            told.append(as_dict(message, owner, call, marks, self._keep))
+        told = [
+            as_dict(message, owner, marks, self._keep)
+            for message, owner in zip(messages, owners(messages))
+        ]
         text = self._render(
             marks,
             messages=told,
@@ -312,7 +302,7 @@ class TemplateRenderer:
         return {text for text in self.tokenizer.control if text not in self.tokenizer.speakable}
 
     def _probe(self, messages: Sequence[Message], prompt: bool = True) -> str:
-        return self._said_as(None, messages, (), (), prompt)
+        return self._said_as(None, messages, (), prompt)
 
     def _missing_header(self) -> str:
         """The assistant's header, of a template that ignores add_generation_prompt and would not write it."""
@@ -351,7 +341,7 @@ class TemplateRenderer:
     def _tells_tools(self) -> bool:
         tool = {"type": "function", "function": {"name": TOOL, "description": "", "parameters": {}}}
         try:
-            return TOOL in self._said_as(None, [Message("user", USER)], [tool], ())
+            return TOOL in self._said_as(None, [Message("user", USER)], [tool])
         except TemplateLimitError:
             raise
         except ValueError:

@@ -3,10 +3,10 @@
 Must not: render, or know tokens.
 """
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from rl_jax.tokens.marks import PROBES, Marks, Probe
@@ -38,11 +38,10 @@ def owners(messages: Sequence[Message]) -> Iterator[int]:
 def as_dict(
     message: Message,
     owner: int,
-    call: ToolCall | None,
     marks: Marks | None,
     keep: re.Pattern[str] | None,
 ) -> dict[str, Any]:
-    """A message as templates know it. call: the one that a tool message answers."""
+    """A message as templates know it; a tool's is an Answer."""
     is_own = message.role == "assistant"
 
     def mark(text: str) -> str:
@@ -57,24 +56,66 @@ def as_dict(
     if message.tool_calls:
         out["tool_calls"] = [
             {
-                "id": mark(one.id or f"{i:09d}"),
+                "id": mark(one.id or _nth_id(i)),
                 "type": "function",
                 "function": {"name": mark(one.name), "arguments": _tree(one.arguments, mark)},
             }
             for i, one in enumerate(message.tool_calls)
         ]
-    if call is not None:
-        out["tool_call_id"] = mark(call.id)
-        if call.name:
-            out["name"] = mark(call.name)
+    if isinstance(message, Answer) and message.role == "tool":
+        out["tool_call_id"] = mark(message.call.id)
+        if message.call.name:
+            out["name"] = mark(message.call.name)
     return out
 
 
-def answered(calls: Sequence[ToolCall]) -> Iterator[ToolCall]:
-    """What each tool message answers: its name, if it is known, and an id."""
-    for i in itertools.count():
-        call = calls[i] if i < len(calls) else ToolCall("", {})
-        yield ToolCall(call.name, {}, call.id or f"{i:09d}")
+@dataclass(frozen=True)
+class Answer(Message):
+    """A message that may be of a tool, with the call that it answers: its name, if it is known, and an id."""
+
+    call: ToolCall = ToolCall("", {})
+
+
+def answering(
+    messages: Sequence[Message],
+    calls: Sequence[ToolCall] = (),
+    said: Mapping[int, Sequence[ToolCall]] = MappingProxyType({}),
+) -> list[Message]:
+    """The messages, each tool's with the call that it answers: those of the turn before it, in their order.
+
+    calls: of the turn before all of them.  said: by the ordinal of an assistant's message, where its calls are in its
+    words and not in its tool_calls.
+    """
+    out: list[Message] = []
+    num_said, at = 0, 0
+    for message in messages:
+        if message.role == "assistant":
+            calls, at = said.get(num_said, message.tool_calls), 0
+            num_said += 1
+        elif message.role == "tool":
+            call = calls[at] if at < len(calls) else ToolCall("", {})
+            asked = ToolCall(call.name, {}, call.id or _nth_id(at))
+            message, at = Answer("tool", message.content, message.tool_calls, asked), at + 1
+        out.append(message)
+    return out
+
+
+def own_ids(messages: Sequence[Message]) -> list[Message]:
+    """With calls, and their answers, under ids of ours in place of those that somebody made up."""
+    out, at = [], 0
+    for message in messages:
+        if isinstance(message, Answer):
+            message, at = replace(message, call=replace(message.call, id=_nth_id(at))), at + 1
+        elif message.role == "assistant":
+            calls, at = tuple(replace(call, id="") for call in message.tool_calls), 0
+            message = replace(message, tool_calls=calls)
+        out.append(message)
+    return out
+
+
+def _nth_id(i: int) -> str:
+    """Of a call that has none; some templates want nine characters."""
+    return f"{i:09d}"
 
 
 def _tree(value: Any, mark: Any) -> Any:
@@ -112,10 +153,10 @@ def check_complete(text: str, marks: Marks, messages: Sequence[Message], where: 
 
 def calls_for(messages: Sequence[Message], calls: Sequence[ToolCall]) -> Iterator[ToolCall]:
     """A call for each tool message at the start, under the id that the message will name."""
-    for message, call in zip(messages, answered(calls)):
-        if message.role != "tool":
+    for message in answering(messages, calls):
+        if not isinstance(message, Answer):
             return
-        yield ToolCall(SAID, {}, call.id)
+        yield ToolCall(SAID, {}, message.call.id)
 
 
 def tools_as_users(messages: list[Message]) -> list[Message]:

@@ -406,12 +406,65 @@ def test_a_system_message_that_moves_is_another_history():
     assert text == "<s>[INST]hi[/INST]yes</s>[INST]Be brief.\n\nand?[/INST]"
 
 
-def test_whether_a_history_is_kept_can_be_asked():
-    talk = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
-    thoughts = [talk[0], Message("assistant", "<think>\nx\n</think>\n\nb"), talk[2]]
-    assert renderer_of("qwen25").preserves(thoughts) and renderer_of("qwen3").preserves(talk)
-    assert not renderer_of("qwen3").preserves(thoughts)
-    assert renderer_of("qwen3").preserves(talk[:1])
+WITH_IDS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}"
+    "{% if m.tool_call_id is defined %} {{ m.name }} {{ m.tool_call_id }}{% endif %}"
+    "{% for c in m.tool_calls or [] %} asks {{ c.function.name }} {{ c.id }}{% endfor %}"
+    "{{ '\n' + m.content }}<|im_end|>\n{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+
+
+def calling(*ids):
+    return Message(
+        "assistant", "", tuple(ToolCall("calc", {"expression": "1"}, one) for one in ids)
+    )
+
+
+def test_answers_of_tools_name_the_calls_of_their_turn_in_every_rendering(tmp_path):
+    """The ids that a policy gave, in the suffix and in the whole; ids of ours start again in each turn."""
+    renderer = of_text(tmp_path, WITH_IDS, parser="mistral")
+    messages, sampled, turns = [Message("user", "2+2?")], [], (("abcdefghi", ""), ("",), ("zyx",))
+    seen = [renderer.first(messages, [CALC])]
+    for ids in turns:
+        tokens = renderer.said(calling(*ids))
+        calls = renderer.parse(tokens, [CALC]).tool_calls
+        assert [one.id for one in calls] == [*ids]
+        new = [Message("tool", str(i)) for i in range(len(ids))]
+        seen += [tokens, renderer.next(new, closed=True, calls=calls)]
+        messages += [Message("assistant", renderer.text(tokens)), *new]
+        sampled.append(tokens)
+        assert renderer.rewritten(messages, sampled, np.concatenate(seen), [CALC]) is None
+    said = renderer.tokenizer.decode(np.concatenate(seen))
+    told = ["abcdefghi", "000000001", "000000000", "zyx"]
+    assert [line.split()[-1] for line in said.splitlines() if "tool calc" in line] == told
+
+
+def test_answers_in_the_messages_of_a_task_name_the_calls_before_them(tmp_path):
+    renderer = of_text(tmp_path, WITH_IDS)
+    shown = []
+    for ids in (("abc", ""), ("",)):
+        shown.append(calling(*ids))
+        shown += [Message("tool", "4") for _ in ids]
+    talk = [Message("user", "2+2?"), *shown, Message("user", "3+3?")]
+    lines = renderer.tokenizer.decode(renderer.first(talk)).splitlines()
+    asked = [line.split(" asks")[1:] for line in lines if "asks" in line]
+    assert asked == [[" calc abc", " calc 000000001"], [" calc 000000000"]]
+    answers = [line.removeprefix("<|im_start|>tool ") for line in lines if "tool calc" in line]
+    assert answers == ["calc abc", "calc 000000001", "calc 000000000"]
+
+
+def test_ids_that_a_template_refuses_in_the_whole_are_ours_there_too():
+    renderer = renderer_of("mistral")
+    talk = [
+        Message("user", "a"),
+        calling("no"),
+        Message("tool", "5"),
+    ]
+    text = renderer.tokenizer.decode(renderer.first(talk))
+    assert '"id": "000000000"' in text and '"call_id": "000000000"' in text
+    named = [talk[0], calling("abcdefghi"), talk[2]]
+    text = renderer.tokenizer.decode(renderer.first(named))
+    assert '"id": "abcdefghi"' in text and '"call_id": "abcdefghi"' in text
 
 
 # --- templates themselves --------------------------------------------------------------------------------------------
