@@ -23,6 +23,7 @@ from rl_jax.lowering import LoweringError, Program, tracing
 from rl_jax.models.model import Model
 from rl_jax.plan_record import plan_lines
 from rl_jax.preflight import Played, check_prompts, play
+from rl_jax.preflight_model import history_notes
 from rl_jax.progress import Progress
 from rl_jax.resume import CONFIG, PLAN, encode
 from rl_jax.rollout.worker import EnvPool
@@ -49,6 +50,12 @@ def dry_run(
         for line in played_lines(played, settings.engine.context):
             say(line)
         check_prompts(settings, {tag: one.prompts for tag, one in played.items()})
+        # A script that ends with its first turn has no history.
+        several = {tag: one for tag, one in played.items() if one.trip.num_turns != 1}
+        openings = {tag: one.opening for tag, one in several.items()}
+        rewritten = {tag: one.trip.is_rewritten for tag, one in several.items()}
+        for line in history_notes(settings, openings, renderer, rewritten):
+            say(line)
         record["round_trips"] = {tag: asdict(one.trip) for tag, one in played.items()}
         record["prompts"] = {tag: [asdict(p) for p in one.prompts] for tag, one in played.items()}
     record["programs"] = []

@@ -51,7 +51,7 @@ from rl_jax.preflight import (
     prepare_tasks,
     present_devices,
 )
-from rl_jax.preflight_model import check_weights
+from rl_jax.preflight_model import check_weights, history_notes
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
 from rl_jax.resume import (
@@ -126,7 +126,9 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
                 prepare_tasks(settings, pool, options.mode)
                 check_messages(settings, pool, renderer.tokenizer)
                 if not options.dry_run:  # it asks for more of them
-                    check_first_prompts(settings, pool, renderer)
+                    openings = check_first_prompts(settings, pool, renderer)
+                    for line in history_notes(settings, openings, renderer):
+                        progress.note(line)
         elif options.mode == "train_only":
             saved_steps(settings)
             check_replay(Path(settings.rollout.replay_dir), renderer.template_sha256)

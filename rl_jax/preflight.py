@@ -45,7 +45,9 @@ from rl_jax.rollout.worker import EnvError, EnvPool
 from rl_jax.settings import ModelSettings, Settings, TaskSource
 from rl_jax.testing.trajectories import fake_group
 from rl_jax.tokens import Renderer, Tokenizer, encodable
+from rl_jax.tokens.bridge import is_rewritten
 from rl_jax.tokens.load import load_tokenizer, make_renderer
+from rl_jax.tokens.renderer import Tools
 from rl_jax.types import Message, Task
 from rl_jax.validate import algorithm_errors
 
@@ -306,6 +308,7 @@ class RoundTrip:
     num_turns: int
     num_tokens: int  # of the whole context
     num_sampled: int  # of them, what the policy would have sampled
+    is_rewritten: bool = False  # the template shows another history than was seen
 
 
 @dataclass(frozen=True)
@@ -321,9 +324,24 @@ class LongestPrompt:
 
 
 @dataclass(frozen=True)
+class Opening:
+    """What stands before the first turn of a task, and what may follow it."""
+
+    messages: tuple[Message, ...]  # the task's, and the first observation where it was asked for
+    tools: Tools
+    max_turns: int
+
+    @classmethod
+    def of(cls, task: Task, settings: Settings, seen: Sequence[Message] = ()) -> "Opening":
+        limit = settings.rollout.max_turns or task.max_turns
+        return cls((*task.messages, *seen), task.tools, limit)
+
+
+@dataclass(frozen=True)
 class Played:
     trip: RoundTrip
     prompts: tuple[LongestPrompt, ...]
+    opening: Opening
 
 
 def play(settings: Settings, pool: EnvPool, renderer: Renderer) -> dict[str, Played]:
@@ -373,9 +391,14 @@ def check_messages(settings: Settings, pool: EnvPool, tokenizer: Tokenizer) -> N
         raise ConfigError(errors)
 
 
-def check_first_prompts(settings: Settings, pool: EnvPool, renderer: Renderer) -> None:
+def check_first_prompts(
+    settings: Settings, pool: EnvPool, renderer: Renderer
+) -> dict[str, Opening]:
     """Raises ConfigError as check_prompts, of a few tasks of each split, asked for FIRST_LOOK_S at most; what an
-    environment fails or is slow at is left to its episodes. The pool is prepared, and stays so."""
+    environment fails or is slow at is left to its episodes. The pool is prepared, and stays so.
+
+    Returns: by tag, the opening of a task of train.
+    """
     asked = [
         (source.tag, split, task)
         for source in settings.tasks.sources
@@ -385,7 +408,11 @@ def check_first_prompts(settings: Settings, pool: EnvPool, renderer: Renderer) -
     seen = pool.first_observations([task for *_, task in asked], settings.seed, FIRST_LOOK_S)
     limit = settings.engine.context - settings.rollout.max_new_tokens
     longest: dict[tuple[str, str], LongestPrompt] = {}
+    openings: dict[str, Opening] = {}
     for (tag, split, task), result in zip(asked, seen):
+        if split == "train" and not (tag in openings and openings[tag].messages):
+            said = result.messages if result is not None else ()
+            openings[tag] = Opening.of(task, settings, said)
         if result is None:
             continue
         try:
@@ -400,6 +427,7 @@ def check_first_prompts(settings: Settings, pool: EnvPool, renderer: Renderer) -
     for (tag, _), one in longest.items():
         prompts.setdefault(tag, []).append(one)
     check_prompts(settings, prompts)
+    return openings
 
 
 def _few(tasks: Sequence[Task]) -> list[Task]:
@@ -442,7 +470,10 @@ class _Trip:
             prompts = [
                 await self._longest(source.tag, split) for split in self.pool.splits(source.tag)
             ]
-            return Played(trip, tuple(prompts))
+            task = self.pool.list_tasks(source.tag, "train")[0]
+            messages, _ = await self._first(task)
+            seen = messages[len(task.messages) :]
+            return Played(trip, tuple(prompts), Opening.of(task, self.settings, seen))
         except (EnvError, ScriptError, ValueError) as error:
             raise ConfigError([f"tag {source.tag}: {error}"]) from error
 
@@ -468,8 +499,15 @@ class _Trip:
             reward = from_steps([step.reward for step in episode.steps])
             if reward.status != "scored":
                 raise ValueError(f"a scripted episode of task {episode.task.id}: {reward.detail}")
+        # What the last step said is not rendered.
+        talk = episode.conversation[: len(episode.conversation) - len(episode.steps[-1].messages)]
+        turns = [turn.tokens for turn in episode.turns]
         return RoundTrip(
-            "a scripted episode", len(episode.turns), len(episode.context()), episode.num_tokens
+            "a scripted episode",
+            len(episode.turns),
+            len(episode.context()),
+            episode.num_tokens,
+            is_rewritten(self.renderer, talk, episode.task.tools, turns),
         )
 
     async def _observation(self, source: TaskSource, why: str) -> RoundTrip:

@@ -3,6 +3,9 @@
 import json
 import shutil
 import time
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -13,12 +16,14 @@ from rl_jax.build_roles import Setting
 from rl_jax.config import ConfigError, parse
 from rl_jax.mesh import MeshPlan, build_meshes
 from rl_jax.models.hf_files import INDEX, SINGLE, Weights
-from rl_jax.preflight import build_model
-from rl_jax.preflight_model import check_weights
+from rl_jax.preflight import Opening, build_model
+from rl_jax.preflight_model import check_weights, history_notes
 from rl_jax.resume import Decision
 from rl_jax.start import reads_source
 from rl_jax.tokens.load import load_tokenizer
+from rl_jax.types import Message
 from tests.test_pretrained import make_directory, words
+from tests.tokens.families import renderer_of
 
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
 
@@ -206,3 +211,60 @@ def test_tokenizer_larger_than_the_embedding_is_refused_before_a_directory(tmp_p
     assert code == 2 and "model.vocab_size=300 is below the " in line and str(directory) in line
     assert "are of different models: fetch the directory again" in line
     assert not (tmp_path / "run").exists()
+
+
+# --- histories -------------------------------------------------------------------------------------------------------
+
+KEPT, TOOLS = Message("user", "2+2?"), ({"type": "function", "function": {"name": "calc"}},)
+
+
+def notes(family, opening, played=MappingProxyType({}), **changes):
+    settings = parse([f"--config={Path(__file__).parent / 'job_config.py'}"]).settings
+    rollout = replace(settings.rollout, **changes)
+    settings = replace(settings, rollout=rollout)
+    return list(history_notes(settings, {"a": opening, "b": opening}, renderer_of(family), played))
+
+
+@pytest.mark.parametrize(
+    "family, tools, told",
+    [
+        ("qwen25", (), ""),
+        ("qwen3", (), "drops the thoughts of earlier ones"),
+        ("qwen3", TOOLS, ""),
+        ("llama2", (), "shows another history than was seen"),
+        ("mistral", (), ""),
+        ("mistral", TOOLS, "shows another history than was seen"),
+    ],
+)
+def test_one_note_says_that_a_template_shows_another_history(family, tools, told):
+    opening = Opening((KEPT,), tools, 3)
+    lines = notes(family, opening)
+    assert len(lines) == bool(told)
+    for line in lines:
+        assert line.startswith(
+            f"tag a, b: in later turns the chat template {told}; with rollout.history=keep the model"
+        )
+        assert line.endswith("set rollout.history=template to follow it")
+    assert notes(family, opening, history="template") == []
+    assert notes(family, replace(opening, max_turns=1)) == []  # nothing follows a turn
+
+
+def test_an_episode_whose_history_was_rewritten_is_enough():
+    lines = notes("qwen25", Opening((KEPT,), (), 3), {"b": True})
+    assert len(lines) == 1 and lines[0].startswith("tag b: in later turns the chat template shows")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [["--dry_run"], ["--config.metrics.progress=plain"]])
+def test_a_job_says_what_its_template_does(whole, tmp_path, capsys, more):
+    """In a dry run of an environment with a script, and before a run, whose weights are then refused."""
+    directory = shutil.copytree(whole, tmp_path / "model")
+    if "--dry_run" not in more:
+        (directory / SINGLE).write_bytes(b"")
+    echo = {"tasks.sources[0].env": "rl_jax.testing.envs:EchoEnv", "rollout.max_new_tokens": 24}
+    code = launch.main([*words(directory, **echo), f"--run_dir={tmp_path / 'run'}", *more])
+    out = capsys.readouterr().out
+    assert code == (0 if "--dry_run" in more else 2)
+    assert (
+        out.count("in later turns the chat template drops the thoughts of earlier ones; with") == 1
+    ), out
