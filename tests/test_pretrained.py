@@ -166,6 +166,18 @@ def test_a_teacher_may_be_a_larger_pretrained_model(tmp_path, directory, capsys)
 
 
 @pytest.mark.slow
+def test_a_reward_model_starts_from_a_model_with_a_head_of_its_own(tmp_path):
+    """Of whose weights it takes all but the head over the vocabulary."""
+    untied = make_directory(tmp_path / "untied", tie_embeddings=False)
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": "yes", "rejected": "no"}\n' * 4)
+    data = {"algorithm.name": "rm", "data.path": rows, "data.batch_rows": 4, "data.epochs": 1}
+    assert run(tmp_path / "run", untied, **data) == 0
+    (row,) = [row for row in read_metrics(tmp_path / "run") if "preference/loss" in row]
+    assert row["preference/loss"] == pytest.approx(np.log(2), rel=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("history", ["keep", "template"])
 def test_calls_of_tools_are_parsed_and_answered_under_a_template(tmp_path, directory, history):
     """Scripted episodes of a tool environment through the qwen3 template: sft on them trains."""

