@@ -95,7 +95,7 @@ ALGORITHMS: dict[str, Entry] = {
         frozenset({"old_logprobs"}), by_token=True,
     ),
     "gspo": Entry(_A + "gspo:Gspo", {**GRPO, **_SEQUENCE, **_ROOT}),
-    "gspo_token": Entry(_A + "gspo:GspoToken", {**GRPO, **_SEQUENCE, **_ROOT}),
+    "gspo_token": Entry(_A + "gspo_token:GspoToken", {**GRPO, **_SEQUENCE, **_ROOT}),
     "turn_ppo": Entry(_A + "turn_ppo:TurnPpo", {**GRPO, **_ROOT}),
     "cispo": Entry(_A + "cispo:Cispo", {**RATIO, **STD, "ratio_min": 0.0, "ratio_max": 5.0}),
     "aipo": Entry(
