@@ -303,6 +303,10 @@ class AlgorithmSettings:
     lam: float | None = None  # of GAE
     # ppo: the value after the last token of an episode that a limit cut is its last token's; else 0
     bootstrap: bool | None = None
+    critic_lam: float | None = None  # ppo: lam of the critic's own targets; none = lam
+    # ppo: lam of a sequence of n trained tokens is 1 - 1 / (lam_alpha n), for the advantages; 0 = lam
+    lam_alpha: float | None = None
+    nll_coef: float | None = None  # ppo: of -log p on the tokens of successes; 0 = off
     omega: float | None = None  # weight of gigpo's step term
     ratio_min: float | None = None  # bounds of a detached weight
     ratio_max: float | None = None
@@ -321,12 +325,17 @@ class AlgorithmSettings:
     cov_coef: float | None = None  # kl_cov: of the pull
     cov_low: float | None = None  # clip_cov: the band of covariances that it draws from
     cov_high: float | None = None
+    episode_roles: tuple[str, ...] | None = None  # role_groups: compared by turn, within an episode
+    decay: float | None = None  # role_ema: of a role's running baseline, a reward
     # gdpo: part of the reward -> its weight; none named = the reward as a whole
     reward_weights: Mapping[str, float] | None = None
     reward_coef: float | None = None  # opd_mixed: of the reward's advantage
     teacher_coef: float | None = None  # opd_mixed: of the teacher's; 0 = off, and none in memory
     # weight of the reward model's score of an episode, beside the task's reward; 0 = off, and none in memory
     reward_model_coef: float = 0.0
+    advantage_clip: float = 0.0  # largest absolute advantage; 0 = no bound
+    positive_weight: float = 1.0  # factor of advantages above 0, after the clip
+    negative_weight: float = 1.0  # of those below 0
     entropy_coef: float = 0.0
     max_response_tokens: int = 0  # the constant L of seq-mean-token-sum-norm; 0 = engine.context
     overlong_filter: bool = False  # truncated trajectories get an empty loss mask

@@ -84,6 +84,7 @@ class StepResult:
     reward: float | None = None
     done: bool = False
     state_key: str | None = None  # hash of what the agent saw (step-level advantages)
+    # which role the next turn is of, where the policy plays several in one conversation; all of it is seen by each
     to_agent: str = "policy"
     info: Mapping[str, float] = field(default_factory=dict)
 
@@ -348,6 +349,8 @@ class Trajectory:
     # seen, so that what was sampled before and after it never stood in one context
     sample_starts: tuple[int, ...] = (0,)
     support: np.ndarray | None = None  # i32[T, k] as Turn.support; -1 where not sampled
+    # one a turn: which of its roles the policy played (StepResult.to_agent before the turn); () = none was named
+    roles: tuple[str, ...] = ()
 
     @property
     def num_trained(self) -> int:

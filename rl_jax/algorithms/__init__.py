@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     whitens: bool = False  # over the step's tokens, which moves the 0 of a group without a signal
 
 
-SHARED = {
+TAUGHT = {
     "aggregation": "token-mean",
     "entropy_coef": 0.0,
     "reward_model_coef": 0.0,
@@ -42,6 +42,8 @@ SHARED = {
     "correction.low": 0.0,
     "correction.high": 2.0,
 }
+# and of all that have advantages from rewards
+SHARED = {**TAUGHT, "advantage_clip": 0.0, "positive_weight": 1.0, "negative_weight": 1.0}
 RATIO = {**SHARED, "old_policy": "behaviour"}
 CLIP = {**RATIO, "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0}
 STD = {"std_scope": "group", "std_eps": 1e-6}  # of what divides by the std of the group
@@ -72,7 +74,10 @@ ALGORITHMS: dict[str, Entry] = {
     "opo": Entry(_A + "opo:Opo", CLIP),
     "maxrl": Entry(_A + "maxrl:MaxRl", CLIP),
     "ppo": Entry(
-        _A + "ppo:Ppo", {**CLIP, **_EVEN, "gamma": 1.0, "lam": 1.0, "bootstrap": False},
+        _A + "ppo:Ppo", {
+            **CLIP, **_EVEN, "gamma": 1.0, "lam": 1.0, "bootstrap": False, "critic_lam": None, "lam_alpha": 0.0,
+            "nll_coef": 0.0,
+        },
         frozenset({"values"}), compares=False, by_token=True, whitens=True,
     ),
     "reinforce_pp": Entry(
@@ -117,8 +122,17 @@ ALGORITHMS: dict[str, Entry] = {
     "decoupled_ppo": Entry(_A + "decoupled_ppo:DecoupledPpo", {**GRPO, **_EVEN, **_DECOUPLED}),
     "gigpo": Entry(_A + "gigpo:Gigpo", {**GRPO, "gamma": 0.95, "omega": 1.0}, by_token=True),
     "turn_reinforce": Entry(_A + "turn_reinforce:TurnReinforce", {**GRPO, "gamma": 1.0}, by_token=True),
+    "process_grpo": Entry(
+        _A + "process_grpo:ProcessGrpo", {**CLIP, "std_eps": 1e-6}, by_token=True
+    ),
+    "role_groups": Entry(
+        _A + "role_groups:RoleGroups", {**CLIP, "episode_roles": ()}, by_token=True
+    ),
+    "role_ema": Entry(
+        _A + "role_ema:RoleEma", {**CLIP, "decay": 0.95}, compares=False, by_token=True
+    ),
     "opd": Entry(
-        _A + "opd:Opd", {**SHARED, "ratio_max": 2.0}, frozenset({"teacher_logprobs"}),
+        _A + "opd:Opd", {**TAUGHT, "ratio_max": 2.0}, frozenset({"teacher_logprobs"}),
         compares=False, reads_reward=False, pulls=True, by_token=True,
     ),
     "opd_mixed": Entry(

@@ -129,6 +129,15 @@ class Scored:
             for member, reward, ok in zip(self.members, self.rewards.tolist(), self.valid)
         ]
 
+    def turn_penalties(self) -> list[np.ndarray]:
+        """f64[num_turns] a member: the penalties of each turn's own tokens; zeros where there are none."""
+        if self.penalties is None:
+            return [np.zeros(num_turns(member)) for member in self.members]
+        return [
+            np.bincount(m.turn_ids[m.loss_mask], p[m.loss_mask], minlength=num_turns(m))
+            for m, p in zip(self.members, self.penalties, strict=True)
+        ]
+
 
 def num_sampled(member: Trajectory) -> int:
     """Tokens that the policy (or a script) made, whether or not they train."""

@@ -3,7 +3,8 @@
 A named algorithm is a PolicyAlgorithm with `estimate` (host, once a step: rewards -> advantages) and `loss` (inside
 jit: a loss a token). Round these two stand, in this order, the options of AlgorithmSettings:
 1 `filter` drops groups, and members, by their task rewards, before any shaping (filters.py). 2 `overlong`, a reward
-model's score and KL in the reward shape the rewards. 3 `estimate`, and what of `correction` reads a whole batch
+model's score and KL in the reward shape the rewards. 3 `estimate`; its advantages bounded and weighed by their
+sign (`advantage_clip`, `positive_weight`, `negative_weight`); and what of `correction` reads a whole batch
 (batch_correction.py). 4 What a ratio is taken against, by `old_policy`. 5 `correction`: rejection, veto, age, OPSM on
 the raw mask. What drops out is off the mask that `loss` sees, so that it has no part in a mean or sum of its turn or
 sequence either; the denominators count it all the same (unless correction.denominator says otherwise), so the other
@@ -64,6 +65,10 @@ class PolicyAlgorithm(Base):
         """Advantages: one f32[T] a member, 0 off its loss mask."""
         raise TypeError(f"{type(self).__name__} has no estimate()")
 
+    def estimate_next(self, scored: Scored, state: Any) -> tuple[list[np.ndarray], Any]:
+        """(estimate, the next state): for what remembers earlier batches."""
+        return self.estimate(scored), state
+
     def loss(self, x: LossInputs) -> TokenLoss:
         """Unreduced; x.old is the policy that ratios are taken against."""
         s = self.settings
@@ -81,7 +86,9 @@ class PolicyAlgorithm(Base):
 
     def advantages(self, groups: Sequence[Group], extras, state) -> tuple[list[np.ndarray], Any]:
         scored, state = self._scored(groups, extras, state)
-        values = check_arrays(self, "estimate", self.estimate(scored), scored.members)
+        values, state = self.estimate_next(scored, state)
+        values = check_arrays(self, "estimate", values, scored.members)
+        values = [self._bounded(own) for own in values]
         return correct_batch(scored, values, self.settings.correction), state
 
     def counted(self, groups: Sequence[Group], advantages, extras):
@@ -164,6 +171,16 @@ class PolicyAlgorithm(Base):
         return loss, sums
 
     # --- parts ---------------------------------------------------------------------------------------------------
+
+    def _bounded(self, advantages: np.ndarray) -> np.ndarray:
+        """Clipped to +-advantage_clip, then weighed by the sign; the same array where neither is set."""
+        s = self.settings
+        if s.advantage_clip:
+            advantages = np.clip(advantages, -s.advantage_clip, s.advantage_clip)
+        if (s.positive_weight, s.negative_weight) == (1.0, 1.0):
+            return advantages
+        weights = np.where(advantages > 0, s.positive_weight, s.negative_weight)
+        return (weights * advantages).astype(np.float32)
 
     def _kl(self, x: LossInputs) -> Float[Array, "B K"]:
         assert x.reference_logprobs is not None

@@ -99,6 +99,10 @@ def _contradictions(s: AlgorithmSettings, entry: Entry) -> Iterator[str]:
         a, b = get(s, low), get(s, high)
         if a is not None and b is not None and a >= b:
             yield f"algorithm.{low}={a} must be below {high}={b}"
+    if not s.positive_weight and not s.negative_weight:
+        yield (
+            "algorithm.positive_weight and negative_weight are both 0, which leaves no advantage; weigh one at least"
+        )
     if s.reward_coef == 0:
         yield (
             f"algorithm.reward_coef={s.reward_coef} leaves the reward out of {s.name}; raise it, or use opd, which"
@@ -140,6 +144,11 @@ def _idle(s: AlgorithmSettings) -> Iterator[str]:
     if is_given(s, "std_eps") and (s.std_scope == "none" or s.normalize is False):
         off = "std_scope=none" if s.std_scope == "none" else "normalize=false"
         yield f"algorithm.std_eps={s.std_eps} has no effect at {off}, which divides by nothing; leave it out"
+    if s.lam_alpha and s.critic_lam is not None and is_given(s, "lam"):
+        yield (
+            f"algorithm.lam={s.lam} has no effect beside lam_alpha={s.lam_alpha}, which is the policy's, and"
+            f" critic_lam={s.critic_lam}, the critic's; leave it out"
+        )
     if s.preference == "ipo" and s.label_smoothing:
         yield f"algorithm.label_smoothing={s.label_smoothing} is read by preference=sigmoid only; set it to 0"
 
@@ -201,6 +210,8 @@ def _whole_batch(s: AlgorithmSettings, entry: Entry, what: str) -> Iterator[str]
             f"{what} compares the whole batch with the policy at step start, before the step; it needs"
             f" algorithm.old_policy=recompute, not {s.old_policy}"
         )
+    if s.nll_coef:
+        yield f"{what}: algorithm.nll_coef={s.nll_coef} pulls on tokens whatever their advantage; set one of them to 0"
     if entry.pulls:
         yield f"{what}: the loss of {s.name} pulls on tokens without an advantage too; set it to 0 or false"
 

@@ -57,14 +57,14 @@ def gae(
     bootstrap: np.ndarray | None = None,
     *,
     gamma: float = 1.0,
-    lam: float = 1.0,
+    lam: float | np.ndarray = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(advantages, returns = advantages + values), unwhitened.
 
     delta_t = r_t + gamma V_next - V_t and A_t = delta_t + gamma lam A_next, next = the next trained token; after the
     last one V is bootstrap, 0 if None.
 
-    Args:    bootstrap: float[B], for sequences cut by a limit.
+    Args:    bootstrap: float[B], for sequences cut by a limit.  lam: of all, or float[B].
     Source:  arXiv:1506.02438.
     """
     mask = np.asarray(mask) != 0

@@ -18,7 +18,7 @@ class TurnReinforce(PolicyAlgorithm):
         returns = [turn_returns(own, self.settings.gamma) for own in scored.turn_rewards()]
         if scored.penalties is not None:  # a turn pays for its own tokens and those after it
             returns = [
-                g + _turn_sums(p, m) for g, p, m in zip(returns, scored.penalties, scored.members)
+                g + np.cumsum(own[::-1])[::-1] for g, own in zip(returns, scored.turn_penalties())
             ]
         keys = [
             (group, k) for group, count in zip(scored.groups.tolist(), counts) for k in range(count)
@@ -35,11 +35,3 @@ class TurnReinforce(PolicyAlgorithm):
             on_turns(values[end - n : end], m.turn_ids, m.loss_mask).astype(np.float32)
             for m, n, end in zip(scored.members, counts, ends)
         ]
-
-
-def _turn_sums(penalty: np.ndarray, member) -> np.ndarray:
-    """f64[num_turns]: the penalties of the tokens of this turn and of the turns after it."""
-    own = np.bincount(
-        member.turn_ids[member.loss_mask], penalty[member.loss_mask], minlength=num_turns(member)
-    )
-    return np.cumsum(own[::-1])[::-1]

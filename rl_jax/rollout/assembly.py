@@ -43,6 +43,7 @@ class ClosedEpisode:
     failure: Failure | None
     start_version: int
     new_samples: tuple[int, ...] = ()  # turns, from 1, whose prompt_tokens are a whole context
+    roles: tuple[str, ...] = ()  # one a turn: whom the environment gave it to
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +105,7 @@ def assemble(episode: ClosedEpisode, reward: Reward) -> Trajectory:
         failure=episode.failure,
         start_version=episode.start_version,
         sample_starts=(0, *turn_starts[list(episode.new_samples)].tolist()),
+        roles=() if set(episode.roles) <= {Trajectory.agent} else episode.roles,
     )
 
 

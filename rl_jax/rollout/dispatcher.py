@@ -53,7 +53,7 @@ from rl_jax.types import (
 )
 
 STALE = "stale"
-HOPELESS = ("prompt_over_context", "unsupported_agent", "done_at_reset")
+HOPELESS = ("prompt_over_context", "done_at_reset")
 
 
 @dataclass

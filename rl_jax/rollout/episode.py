@@ -134,6 +134,7 @@ class Episode:
             int
         ] = []  # turns whose context is not an extension of the last one's
         self.state_keys: list[str] = []
+        self.roles: list[str] = []
         self.first_tokens = np.zeros(0, np.int32)
         self.start_version: int | None = None  # None before its environment is open
         self.oldest_version: int | None = (
@@ -230,6 +231,7 @@ class Episode:
             turns=tuple(self.turns),
             steps=tuple(self.steps),
             state_keys=tuple(self.state_keys),
+            roles=tuple(self.roles),
             outcome=self.outcome,
             truncated_by=self.truncated_by,
             failure=self.failure,
@@ -324,6 +326,7 @@ async def _play(
     while True:
         episode.extend(added)
         episode.state_keys.append(seen.state_key or _state_key(seen.messages))
+        episode.roles.append(seen.to_agent)
         turn = await _turn(episode, tools, added)
         episode.turns.append(turn)
         episode.num_tokens += len(turn.tokens)
@@ -336,12 +339,11 @@ async def _play(
             seen = await handle.step(action)
         else:
             tools.count("episodes/malformed_calls")
-            seen = StepResult((Message("tool", action.parse_error),), reward=0.0)
+            seen = StepResult(
+                (Message("tool", action.parse_error),), reward=0.0, to_agent=seen.to_agent
+            )
         episode.steps.append(seen)
         episode.hear(seen.messages)
-        if seen.to_agent != "policy":
-            detail = f"to_agent={seen.to_agent!r}: only the agent 'policy' is supported"
-            raise EpisodeFailed(Failure("env", "unsupported_agent", "infra", detail))
         if seen.done:
             cuts = {FinishReason.LENGTH: "length", FinishReason.CONTEXT: "context"}
             cut = cuts.get(turn.finish)

@@ -171,6 +171,7 @@ def encode_trajectory(trajectory: Trajectory, render: Callable[[np.ndarray], str
     record["versions"] = [list(run) for run in _runs(t.versions)]
     record["turn_rewards"] = [None if math.isnan(r) else r for r in t.turn_rewards.tolist()]
     record["state_keys"] = list(t.state_keys)
+    record["roles"] = list(t.roles)
     record["outcome"] = t.outcome.value
     record["reward"] = {**vars(t.reward), "parts": dict(t.reward.parts)}
     record["failure"] = vars(t.failure) if t.failure else None
@@ -204,6 +205,7 @@ def decode_trajectory(line: bytes | str) -> Trajectory:
         **arrays,
         sample_starts=tuple(record.get("sample_starts", (0,))),  # older traces have none
         state_keys=tuple(record["state_keys"]),
+        roles=tuple(record.get("roles", ())),  # older traces have none
         turns=_decode_turns(record["turns"], arrays),
         reward=Reward(**{**reward, "turn_values": tuple(reward["turn_values"])}),
         outcome=Outcome(record["outcome"]),

@@ -82,6 +82,7 @@ NAMED = {
     "loss.vespo": settings_of("vespo", RECOMPUTE),
 }  # fmt: skip
 ALSO = {  # a name whose loss at the end of a range is another's
+    "loss.ppo": settings_of("ppo", RECOMPUTE, **CLIPS),
     "loss.opd_pg": settings_of("opd_mixed", {"reward_coef": 0.0}, cap="ratio_max"),
     "loss.tis_pg": settings_of("opd_mixed", {"teacher_coef": 0.0}, rho="ratio_max"),
 }

@@ -245,3 +245,51 @@ def test_opd_mixed_without_the_reward_is_opd_exactly():
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_array_equal(got[1], want[1])
     assert got[2] == want[2]
+
+
+def line_of_three():
+    """One group of one episode of three tokens in a row, reward 1, with critic values 0.2, 0.4 and 0.6."""
+    mask = np.array([False, True, True, True])
+    member = replace(fake_trajectory(0, 0, 4, 1.0), loss_mask=mask, turn_ids=np.zeros(4, np.int16))
+    return [group_of([member])], {"values": [np.array([7.0, 0.2, 0.4, 0.6])]}
+
+
+def whitened(values):
+    return (values - np.mean(values)) / np.std(values, ddof=1)
+
+
+def test_a_critics_own_lambda_moves_its_targets_alone():
+    """gamma 0.9: deltas 0.16, 0.14, 0.4. lam 0 gives these; the critic's lam 1 the returns 0.81, 0.9, 1."""
+    groups, extras = line_of_three()
+    ppo = make("ppo", gamma=0.9, lam=0.0, critic_lam=1.0)
+    (targets,) = ppo.targets(groups, extras, None)
+    np.testing.assert_allclose(targets, [0.0, 0.81, 0.9, 1.0], atol=1e-6)
+    ((values,), _) = ppo.advantages(groups, extras, None)
+    np.testing.assert_allclose(values[1:], whitened([0.16, 0.14, 0.4]), atol=1e-4)
+    (targets,) = make("ppo", gamma=0.9, lam=0.0).targets(groups, extras, None)
+    np.testing.assert_allclose(targets[1:], [0.36, 0.54, 1.0], atol=1e-6)  # the same lam
+
+
+@pytest.mark.parametrize(("alpha", "lam"), [(1.0, 2 / 3), (0.5, 1 / 3), (0.05, 0.0)])
+def test_lambda_by_length(alpha, lam):
+    """n = 3: lambda = 1 - 1 / (3 alpha), and not below 0."""
+    groups, extras = line_of_three()
+    (got,), _ = make("ppo", gamma=0.9, lam_alpha=alpha).advantages(groups, extras, None)
+    (want,), _ = make("ppo", gamma=0.9, lam=lam).advantages(groups, extras, None)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    assert np.ptp(got[1:]) > 0.1
+
+
+def test_nll_of_successes_is_added_on_their_tokens():
+    groups = [fake_group(0, [1.0, 0.0, 0.5], [8, 9, 10])]
+    algorithm, members = make("ppo", nll_coef=0.3, entropy_coef=0.0), groups[0].trajectories
+    told = algorithm.token_inputs(groups, estimates(algorithm, groups), extras_of(groups), None)
+    for own, member, is_success in zip(told["selected"], members, (1, 0, 0), strict=True):
+        np.testing.assert_array_equal(own, member.loss_mask * is_success)
+    x = some_inputs()
+    with_it, without = (
+        make("ppo", nll_coef=coef, entropy_coef=0.0).token_loss(x)[0] for coef in (0.3, 0.0)
+    )
+    want = np.where(x.mask & (x.selected > 0), -0.3 * x.logprobs, 0.0)
+    np.testing.assert_allclose(with_it - without, want, atol=1e-6)
+    assert want.any()

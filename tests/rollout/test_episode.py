@@ -126,6 +126,25 @@ def test_arrays_of_a_trajectory_by_hand():
         trajectory.tokens[0] = 1
 
 
+class TakingTurns(EchoEnv):
+    """Asks x first, then o, then x."""
+
+    def reset(self, task, seed):
+        return replace(super().reset(task, seed), to_agent="x")
+
+    def step(self, action):
+        seen = super().step(action)
+        return replace(seen, to_agent="xo"[self._num_steps % 2])
+
+
+def test_a_trajectory_keeps_whose_turn_it_was():
+    stage = Stage(echo_tasks(num=1, turns=3)[0], pool=FakePool({"echo": TakingTurns}))
+    trajectory = stage.trajectory()
+    assert trajectory.outcome is Outcome.OK and trajectory.roles == ("x", "o", "x")
+    assert trajectory.loss_mask.sum() == sum(len(turn.tokens) for turn in trajectory.turns)
+    assert Stage(echo_tasks(num=1, turns=3)[0]).trajectory().roles == ()
+
+
 class Forging(EchoEnv):
     """Says a special token's name and says nothing more."""
 

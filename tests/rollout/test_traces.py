@@ -102,6 +102,7 @@ def test_rare_fields_survive(groups):
         turn_rewards=np.array([np.nan, 0.5, -0.0], np.float32),
         truncated_by="length",
         sample_starts=(0, 3),
+        roles=("x", "o", "x"),
     )
     assert trajectory_sha256(odd) != trajectory_sha256(replace(odd, sample_starts=(0, 4)))
     assert_same(odd, decode_trajectory(encode_trajectory(odd, TOKENIZER.decode)))
