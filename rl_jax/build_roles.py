@@ -12,14 +12,14 @@ Must not: decide what an algorithm needs (options.py), or check a path that conf
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from rl_jax.algorithms.options import entry_of, learns_from_rows
+from rl_jax.algorithms.options import IN_STEP, entry_of, learns_from_rows
 from rl_jax.checkpoint import Checkpointer, CheckpointError
 from rl_jax.disk import naming
 from rl_jax.learner.batch import Batch
@@ -121,7 +121,7 @@ def open_roles(job: Setting, roles: Roles, source: Path | None) -> None:
 
     Raises: CheckpointError where what a role started from is gone or changed.
     """
-    needed = {NEEDED_ROLE[need]: need for need in roles.policy.algorithm.needs}
+    needed = _needed(roles.policy.algorithm.needs)
     keeps = REFERENCE in needed and not job.settings.reference.checkpoint and job.mode != "eval"
     if keeps:
         _keep_reference(job, roles.policy, source)
@@ -138,25 +138,43 @@ def open_roles(job: Setting, roles: Roles, source: Path | None) -> None:
             found = RoleSource(kept, job.settings.model)
         else:
             found = _pinned(job, where, is_resumed=job.owns(source))
-        roles.frozen[needed[where]] = _frozen(job, roles.policy, where, found)
+        role = _frozen(job, roles.policy, where, found)
+        for need in needed[where]:
+            if need in IN_STEP:
+                roles.policy.learn_from(role.scorer.forward, role.params)
+            else:
+                roles.frozen[need] = role
 
 
 def lower_frozen(job: Setting, policy: Learner, batch: Batch) -> Iterator[Program]:
     """The program of each role that scores and is not trained, from shapes alone, whatever checkpoint it will have.
 
+    A role that the policy's own step runs has no program: the policy is told its shapes.
+
     Raises: LoweringError.
     """
-    needed = {NEEDED_ROLE[need]: need for need in policy.algorithm.needs}
+    needed = _needed(policy.algorithm.needs)
     for where in (REFERENCE, *GIVEN):
         if where not in needed:
             continue
         path, model = getattr(job.settings, where).checkpoint, job.settings.model
-        name = needed[where]
-        with tracing(name):
+        with tracing(where):
             scorer = _scorer(
                 job, policy, where, find_source(where, path, model).model if path else model
             )
-        yield scorer.lower(name, scorer.rows.abstract_cast(), batch)
+        for need in needed[where]:
+            if need in IN_STEP:
+                policy.learn_from(scorer.forward, scorer.rows.abstract_cast())
+            else:
+                yield scorer.lower(need, scorer.rows.abstract_cast(), batch)
+
+
+def _needed(needs: Iterable[str]) -> dict[str, list[str]]:
+    """Section of a role -> what of an algorithm's needs it computes."""
+    out: dict[str, list[str]] = {}
+    for need in sorted(needs):
+        out.setdefault(NEEDED_ROLE[need], []).append(need)
+    return out
 
 
 def _scorer(job: Setting, policy: Learner, where: str, settings: ModelSettings) -> Scorer:

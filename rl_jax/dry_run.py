@@ -117,9 +117,9 @@ def _learners(setting: Setting, model: Model) -> Iterator[Program]:
         batch = empty_batch(s.learner, {*algorithm.needs, *told}, support)
     with tracing("critic step"):
         roles = make_roles(setting, policy)
+    frozen = list(lower_frozen(setting, policy, batch)) if isinstance(policy, Learner) else []
     yield from roles.lower(batch)
-    if isinstance(policy, Learner):
-        yield from lower_frozen(setting, policy, batch)
+    yield from frozen
 
 
 def played_lines(played: Mapping[str, Played], context: int) -> Iterator[str]:

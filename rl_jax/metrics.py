@@ -56,6 +56,7 @@ METRICS = {
     "policy/clip_frac_high": "at the upper bound: advantage above 0 (cispo: ratio above ratio_max)",
     "policy/dual_clip_frac": "share of trained tokens at the bound of algorithm.dual_clip",
     "policy/ratio": "probability ratio to the behaviour policy, a trained token",
+    "policy/teacher_divergence": "of the whole distribution from the teacher's, a trained token (distill)",
     "policy/reverse_kl": "log-prob minus the teacher's, a trained token: KL to the teacher",
     "policy/kl": "k3 estimate of the KL to the reference policy, a trained token",
     "policy/advantage": "advantage a trained token; about 0 by construction",

@@ -25,6 +25,7 @@ NEEDED_ROLE = {
     "rewards": "",
     "reference_logprobs": "reference",
     "teacher_logprobs": "teacher",
+    "teacher_divergence": "teacher",
     "reward_scores": "reward_model",
     "values": "critic",
 }
@@ -165,6 +166,13 @@ def role_errors(s: Settings, needs: Collection[str] | None = None) -> Iterator[s
                 f" ({', '.join(pools) or 'it has none'}); name one, or leave it empty for the train mesh"
             )
         elif where in needed:
+            if role.pool and any(
+                NEEDED_ROLE.get(need) == where for need in options.IN_STEP.intersection(needs)
+            ):
+                yield (
+                    f"{where}.pool={role.pool}: {s.algorithm.name} runs the {where} inside the policy's step, on the"
+                    f" train mesh; leave {where}.pool empty"
+                )
             yield from _place_errors(s, where)
     for pool in sorted(set(pools) - used):
         yield (

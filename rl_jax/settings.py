@@ -319,6 +319,7 @@ class AlgorithmSettings:
     weight_level: str | None = None  # topr: sequence | token
     preference: str | None = None  # dpo: sigmoid | ipo
     beta: float | None = None
+    jsd_beta: float | None = None  # distill: 0 forward KL, 1 reverse KL, between both their mixture
     label_smoothing: float | None = None
     center_coef: float | None = None  # rm: weight of (sum of a pair's rewards)^2; 0 = off
     cov_share: float | None = None  # kl_cov, clip_cov: of the step's tokens

@@ -399,6 +399,34 @@ def test_teacher_is_of_its_own_size_and_stays_the_checkpoint_it_was(
     assert "teacher of this run cannot be read" in capsys.readouterr().err
 
 
+def test_a_teacher_inside_the_step_is_of_its_own_size(one_device, with_roles, tmp_path, capsys):
+    """distill: loss and figure are one number, another one where the divergence is; a pool of its own is refused."""
+    words = [
+        "--config.algorithm.name=distill", f"--config.teacher.checkpoint={with_roles}",
+        "--config.model.embed_size=16", "--config.steps=1",
+    ]  # fmt: skip
+    (row,) = rows(replay(tmp_path / "student", one_device, *words))
+    assert row["policy/loss"] == pytest.approx(row["policy/teacher_divergence"], rel=1e-5)
+    assert row["policy/loss"] > 0 and row["optim/grad_norm"] > 0
+    assert "alarm/zero_signal" not in row
+    (tmp_path / "apart.py").write_text(APART)
+    apart = [
+        f"--mesh={tmp_path / 'apart.py'}",
+        "--config.teacher.pool=frozen",
+        "--config.critic.pool=critic",
+    ]
+    args = ["--mode=train_only", f"--config.rollout.replay_dir={one_device}", *words, *apart]
+    assert launch.main([CONFIG, f"--run_dir={tmp_path / 'no'}", *args]) == 2
+    assert "distill runs the teacher inside the policy's step" in capsys.readouterr().err
+
+
+def test_a_step_with_a_teacher_is_lowered_in_a_dry_run(one_device, with_roles, tmp_path, capsys):
+    words = ["--config.algorithm.name=distill", f"--config.teacher.checkpoint={with_roles}"]
+    assert launch.main([CONFIG, f"--run_dir={tmp_path / 'plan'}", "--dry_run", *words]) == 0
+    programs = json.loads((tmp_path / "plan" / "plan.json").read_text())["programs"]
+    assert "policy step" in programs and not [name for name in programs if "teacher" in name]
+
+
 def test_what_nothing_needs_is_not_there(one_device):
     assert not (one_device / "reference").exists() and not (one_device / "roles.json").exists()
     leaves = Checkpointer(one_device, parse([CONFIG]).settings.checkpoint).manifest(STEPS)["leaves"]

@@ -139,6 +139,10 @@ ALGORITHMS: dict[str, Entry] = {
         _A + "opd_mixed:OpdMixed",
         {**SHARED, **STD, "ratio_max": 2.0, "reward_coef": 1.0, "teacher_coef": 1.0}, pulls=True,
     ),
+    "distill": Entry(
+        _A + "distill:Distill", {**TAUGHT, "jsd_beta": 0.5}, frozenset({"teacher_divergence"}),
+        compares=False, reads_reward=False, pulls=True,
+    ),
     "dpo": Entry(
         _A + "dpo:Dpo", _DPO, frozenset({"old_logprobs", "reference_logprobs"}), policy=False,
         rows="pairs",

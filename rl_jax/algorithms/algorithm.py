@@ -7,7 +7,9 @@ a loss per token that nobody has reduced: the learner multiplies it by loss_weig
 batch's global counts (aggregate.py). So no algorithm ever divides. 5 `learned` sees the step's figures.
 
 An algorithm whose needs have "values" also has `targets(groups, extras, state)`, called before step 3 with its
-arguments: one f32[T] per trajectory, the returns that the critic is to learn.
+arguments: one f32[T] per trajectory, the returns that the critic is to learn. One whose needs have
+"teacher_divergence" also has `divergence(student, teacher)`: logits f32[..., V] of both -> [...], called inside jit, a
+chunk of tokens at a time.
 
 Must not: reduce over tokens, know the layout (rows, microbatches, devices), or keep state on
 itself: what must survive a restart goes through `state`, which is JSON.
@@ -38,7 +40,7 @@ class LossInputs:
     """The trained tokens of one microbatch: B rows, K slots a row, filled from the left in the order of the text.
 
     Only trained tokens are here, so K says nothing about the length of the text; `mask` is False on the empty slots,
-    whose other values are zeros. Only logprobs and entropy carry a gradient.
+    whose other values are zeros. Only logprobs, entropy and teacher_divergence carry a gradient.
     """
 
     logprobs: Float[Array, "B K"]  # of the policy being trained, at the sampling temperature
@@ -51,6 +53,8 @@ class LossInputs:
     old_logprobs: Float[Array, "B K"] | None = None  # at step start, if the algorithm needs them
     reference_logprobs: Float[Array, "B K"] | None = None  # of the frozen reference
     teacher_logprobs: Float[Array, "B K"] | None = None  # of the teacher
+    # of the whole distribution from the teacher's, by the algorithm's `divergence`; it too carries a gradient
+    teacher_divergence: Float[Array, "B K"] | None = None
     lag: Int[Array, "B K"] | None = None  # consuming version minus the token's
     # of mask and of what a correction left out of it: the tokens that loss_weights count; None = mask
     counted: Bool[Array, "B K"] | None = None
@@ -116,10 +120,12 @@ class Algorithm(Protocol):
 
 
 def missing_members(algorithm: Any) -> list[str]:
-    """What an object lacks of the protocol; `targets` too, where it needs values."""
+    """What an object lacks of the protocol; `targets` and `divergence` too, where its needs ask for them."""
     members = [*Algorithm.__annotations__, *vars(Algorithm)]
     if "values" in getattr(algorithm, "needs", ()):
         members.append("targets")
+    if "teacher_divergence" in getattr(algorithm, "needs", ()):
+        members.append("divergence")
     return [m for m in dict.fromkeys(members) if m[0] != "_" and not hasattr(algorithm, m)]
 
 

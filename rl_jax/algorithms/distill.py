@@ -1,53 +1,38 @@
-"""Distillation: a teacher's log-probs on the student's samples, or its whole distribution."""
+"""Distillation from a teacher's whole distribution, on the student's own samples: every id of the vocabulary teaches.
+
+loss = a token's divergence of the student's distribution from the teacher's, at the temperature of sampling. With
+M = jsd_beta T + (1 - jsd_beta) S it is jsd_beta KL(T || M) + (1 - jsd_beta) KL(S || M), whose ends are by definition
+forward KL(T || S) at 0 and reverse KL(S || T) at 1. No reward is read, and an unscored episode trains as well. Needs
+`teacher_divergence`: the learner runs the teacher beside the policy and asks `divergence` a chunk of tokens at a time
+(learner/divergence.py). The advantages say which tokens train (1) and nothing else.
+Source: GKD arXiv:2306.13649. Differs: no weight for staleness, since the divergence at a prefix is no sample's.
+"""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
 
+from rl_jax.algorithms.advantages import Scored
 from rl_jax.algorithms.algorithm import LossInputs
-from rl_jax.algorithms.ratios import difference, log_ratio
+from rl_jax.algorithms.distillation import generalised_jsd
+from rl_jax.algorithms.opd import trains_unscored
+from rl_jax.algorithms.policy import PolicyAlgorithm
 from rl_jax.algorithms.token_losses import TokenLoss
+from rl_jax.types import Trajectory
 
 
-def opd_pg(x: LossInputs, *, cap: float = 2.0) -> TokenLoss:
-    """-sg(min(p / behaviour, cap) (log p_teacher - log p)) log p: reverse KL to the teacher on the student's tokens.
+class Distill(PolicyAlgorithm):
+    def trains(self, trajectory: Trajectory) -> bool:
+        return trains_unscored(trajectory, self.settings.overlong_filter)
 
-    The advantage is the token's own; nothing is summed over the future and no reward is read.
-    parts: token_advantages; reverse_kl, log p - log p_teacher, whose mean is the value to log.
-    Source:  on-policy distillation as in ROLL, NeMo-RL, AReaL; MiMo arXiv:2601.02780.
-    """
-    assert x.teacher_logprobs is not None, "opd needs teacher_logprobs"
-    advantages = jax.lax.stop_gradient(difference(x.teacher_logprobs, x.logprobs, x.mask))
-    ratio = jnp.exp(log_ratio(x.logprobs, x.behaviour_logprobs, x.mask))
-    weights = jax.lax.stop_gradient(jnp.minimum(ratio, cap))
-    loss = -weights * advantages * jnp.where(x.mask, x.logprobs, 0.0)
-    return TokenLoss(loss, {"token_advantages": advantages, "reverse_kl": -advantages})
+    def estimate(self, scored: Scored) -> list[np.ndarray]:
+        return [member.loss_mask.astype(np.float32) for member in scored.members]
 
+    def divergence(self, student: jax.Array, teacher: jax.Array) -> jax.Array:
+        """From logits [..., V] at the temperature of sampling, float32; [...]."""
+        return generalised_jsd(student, teacher, float(self.settings.jsd_beta or 0.0))
 
-def forward_kl(student: Float[Array, "*B V"], teacher: Float[Array, "*B V"]) -> Float[Array, "*B"]:
-    """KL(teacher || student) from logits, per token; gradient s - t."""
-    s, t = jax.nn.log_softmax(student), jax.nn.log_softmax(teacher)
-    return (jnp.exp(t) * (t - s)).sum(axis=-1)
-
-
-def reverse_kl(student: Float[Array, "*B V"], teacher: Float[Array, "*B V"]) -> Float[Array, "*B"]:
-    """KL(student || teacher) from logits, per token; gradient s ((log s - log t) - KL)."""
-    return forward_kl(teacher, student)
-
-
-def generalised_jsd(
-    student: Float[Array, "*B V"], teacher: Float[Array, "*B V"], beta: float
-) -> Float[Array, "*B"]:
-    """beta KL(T || M) + (1 - beta) KL(S || M), M = beta T + (1 - beta) S; 0 means forward KL, 1 reverse KL.
-
-    Source:  GKD arXiv:2306.13649.
-    """
-    if beta == 0:
-        return forward_kl(student, teacher)
-    if beta == 1:
-        return reverse_kl(student, teacher)
-    s, t = jax.nn.log_softmax(student), jax.nn.log_softmax(teacher)
-    mixed = jnp.logaddexp(jnp.log(beta) + t, jnp.log1p(-beta) + s)
-    from_teacher = (jnp.exp(t) * (t - mixed)).sum(axis=-1)
-    from_student = (jnp.exp(s) * (s - mixed)).sum(axis=-1)
-    return beta * from_teacher + (1 - beta) * from_student
+    def loss(self, x: LossInputs) -> TokenLoss:
+        assert x.teacher_divergence is not None, "distill needs teacher_divergence"
+        divergence = jnp.where(x.mask, x.teacher_divergence, 0.0)
+        return TokenLoss(divergence, {"divergence": divergence})

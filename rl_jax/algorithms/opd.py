@@ -1,14 +1,14 @@
 """On-policy distillation: on the student's own samples, each token is pulled towards the teacher's log-prob.
 
 A_t = log p_teacher - log p, a token at a time; no reward is read, and an unscored episode trains as well. Needs
-`teacher_logprobs`. Source: distill.py.
+`teacher_logprobs`. Source: distillation.py.
 """
 
 import numpy as np
 
 from rl_jax.algorithms.advantages import Scored, is_closed
 from rl_jax.algorithms.algorithm import LossInputs
-from rl_jax.algorithms.distill import opd_pg
+from rl_jax.algorithms.distillation import opd_pg
 from rl_jax.algorithms.policy import PolicyAlgorithm
 from rl_jax.algorithms.token_losses import TokenLoss
 from rl_jax.types import Outcome, Trajectory

@@ -12,7 +12,7 @@ import numpy as np
 
 from rl_jax.algorithms.advantages import Scored
 from rl_jax.algorithms.algorithm import LossInputs
-from rl_jax.algorithms.distill import opd_pg
+from rl_jax.algorithms.distillation import opd_pg
 from rl_jax.algorithms.grpo import Grpo
 from rl_jax.algorithms.opd import trains_unscored
 from rl_jax.algorithms.token_losses import TokenLoss, truncated_is

@@ -17,6 +17,8 @@ from typing import Any
 from rl_jax.algorithms import ALGORITHMS, Entry
 from rl_jax.settings import AlgorithmSettings, DataSettings
 
+# needs that are computed inside the step, by nobody before it
+IN_STEP = frozenset({"teacher_divergence"})
 # of the options that every policy algorithm takes
 SHARED_SECTIONS = ("correction", "kl", "entropy", "overlong", "filter")
 OWN_KEYS = tuple(dict.fromkeys(key for entry in ALGORITHMS.values() for key in entry.defaults))
@@ -41,6 +43,7 @@ INTERVALS = {
     "div_low": "(0, inf)",
     "div_high": "(0, inf)",
     "beta": "(0, inf)",
+    "jsd_beta": "[0, 1]",
     "label_smoothing": "[0, 0.5]",
     "center_coef": "[0, inf)",
     "reward_coef": "[0, inf)",

@@ -49,6 +49,7 @@ FIGURES = {
     "clipped_high": "policy/clip_frac_high",
     "dual_clipped": "policy/dual_clip_frac",
     "reverse_kl": "policy/reverse_kl",
+    "divergence": "policy/teacher_divergence",
 }
 
 

@@ -1,9 +1,9 @@
 """GRPO of process rewards: every rewarded turn is normalised among all of its group's, and credits what led to it.
 
 z = (turn reward - mean) / (std + std_eps) over all rewarded turns of the group's scored episodes; a token's advantage
-is the sum of z over the turns that end at or after it. Turn rewards are the environment's; a turn that it gave none (None,
-not 0.0) is no step. What a scorer or shaping adds to the episode's reward stands on the last turn, KL in the reward on
-the turn of its token. Loss: PPO clip.
+is the sum of z over the turns that end at or after it. Turn rewards are the environment's; a turn that it gave none
+(None, not 0.0) is no step. What a scorer or shaping adds to the episode's reward stands on the last turn, KL in the
+reward on the turn of its token. Loss: PPO clip.
 Source: DeepSeekMath arXiv:2402.03300, section 4.1.3. Differs: steps are turns and not pieces of one answer.
 """
 

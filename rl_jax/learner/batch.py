@@ -26,7 +26,7 @@ from rl_jax.algorithms import contract
 from rl_jax.algorithms.advantages import is_closed
 from rl_jax.algorithms.aggregate import sequence_weights
 from rl_jax.algorithms.algorithm import Algorithm
-from rl_jax.algorithms.options import resolved
+from rl_jax.algorithms.options import IN_STEP, resolved
 from rl_jax.learner.packing import Balance, balanced_rows, first_fit
 from rl_jax.settings import AlgorithmSettings, LearnerSettings
 from rl_jax.types import Group, Trajectory
@@ -154,7 +154,7 @@ def empty_batch(settings: LearnerSettings, needs: Iterable[str], support: int = 
     among them), and the support of `support` ids a token: from it programs are lowered."""
     batch = pack([], settings)
     shape = batch.tokens.shape  # [0, T]
-    names = {*needs, *({"returns"} if "values" in needs else ())}
+    names = {*needs, *({"returns"} if "values" in needs else ())} - IN_STEP
     extras = {name: np.zeros(shape, np.float32) for name in sorted(names)}
     ids = np.zeros((*shape, support), np.int32) if support else None
     return replace(batch, extras=extras, support=ids)

@@ -22,12 +22,12 @@ from rl_jax.learner.flops import train_flops
 from rl_jax.learner.mismatch import mismatch_metrics
 from rl_jax.learner.rows import Rows
 from rl_jax.learner.scorer import Scorer
-from rl_jax.learner.step import make_step
+from rl_jax.learner.step import Forward, make_step
 from rl_jax.learner.trained import TrainedModel
 from rl_jax.lowering import Program
 from rl_jax.mesh import RulesLike
 from rl_jax.metrics import Metric
-from rl_jax.models.model import Model
+from rl_jax.models.model import Model, Params
 from rl_jax.settings import LearnerSettings
 
 SQUARES = "sum_squares"  # what score() gives beside the log-probs
@@ -58,7 +58,7 @@ class Learner(TrainedModel):
                 f"rollout.temperature={temperature} cannot be trained; log-probs need one above 0"
             )
         rows = Rows(model, mesh, rules, settings, max_rows=max_rows)
-        forward = rows.log_probs(temperature)
+        self._forward = forward = rows.log_probs(temperature)
         super().__init__(
             rows,
             settings,
@@ -75,6 +75,14 @@ class Learner(TrainedModel):
         # Log-probs at half the temperature: log p = z - lse(z), so with theirs, 2z - lse(2z), the sum of squares is
         # exp(lse(2z) - 2 lse(z)) = exp(2 log p - theirs).
         self._sharp_scorer = Scorer(rows, rows.log_probs(temperature / 2))
+
+    def learn_from(self, teacher: Forward, params: Params) -> None:
+        """The teacher that the step runs beside the policy, where the algorithm needs teacher_divergence.
+
+        params: in the teacher's compute dtype, on this learner's mesh; or their shapes, to lower the step from.
+        """
+        self._set_step(partial(make_step, self._forward, self.algorithm, teacher=teacher))
+        self._beside = (params,)
 
     def step(self, batch: Batch, version: int = 0) -> dict[str, Metric]:
         """One optimizer step on the whole batch, which version `version` consumes; blocks until it is done.

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_jax.algorithms.options import IN_STEP
 from rl_jax.learner.batch import Batch
 from rl_jax.learner.critic import Critic
 from rl_jax.learner.learner import Learner, batch_metrics
@@ -71,7 +72,7 @@ class Roles:
 
     def score(self, batch: Batch, needs: Iterable[str]) -> dict[str, np.ndarray]:
         """The extras an algorithm needs, f32[B, T] each, 0 where not trained. Raises: ValueError for one nobody has."""
-        wanted = set(needs)
+        wanted = set(needs) - IN_STEP
         mine: dict[str, Any] = {name: role.score for name, role in self.frozen.items()}
         if self.critic is not None:
             mine["values"] = self.critic.score

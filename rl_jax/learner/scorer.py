@@ -25,7 +25,7 @@ from rl_jax.models.model import Params
 class Scorer:
     def __init__(self, rows: Rows, forward: Forward | ValueForward):
         """Compiles at the first call."""
-        self.rows = rows
+        self.rows, self.forward = rows, forward
         self._run = jax.jit(make_score(forward), out_shardings=rows.sharding)
 
     def __call__(self, params: Params, batch: Batch) -> np.ndarray:
@@ -44,11 +44,11 @@ class FrozenPolicy:
 
     def __init__(self, scorer: Scorer, params: Mapping[str, jax.Array]):
         """params: of the scorer's model; they are copied."""
-        self._scorer, self._params = scorer, scorer.rows.cast(params)
+        self.scorer, self.params = scorer, scorer.rows.cast(params)
 
     def score(self, batch: Batch) -> np.ndarray:
         """f32[B, T] of the trained tokens: log-probs at the temperature of sampling, or a reward model's scores."""
-        return self._scorer(self._params, batch)
+        return self.scorer(self.params, batch)
 
 
 class Remembered:

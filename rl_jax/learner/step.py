@@ -19,6 +19,7 @@ from kernels.linear_logprob import Hopper, Split
 from rl_jax.algorithms.algorithm import Algorithm, LossInputs, Sums
 from rl_jax.algorithms.contract import check_token_loss
 from rl_jax.learner.attention import RowAttention
+from rl_jax.learner.divergence import chunked_divergence, head_of
 from rl_jax.learner.logprobs import target_logprobs
 from rl_jax.learner.mismatch import mismatch_totals
 from rl_jax.learner.optimizer import Schedule
@@ -59,10 +60,15 @@ class Forward:
         """What servers hold too, so numbers are theirs; once a step, not a microbatch."""
         return self.model.cast(params, self.model.settings.dtype)
 
-    def __call__(self, params: Params, micro: DeviceBatch) -> tuple[jax.Array, jax.Array]:
-        """(log-probs, entropy), f32[R, K], 0 on empty slots; over the sampled support where the batch has one."""
+    def __call__(
+        self, params: Params, micro: DeviceBatch, hidden: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """(log-probs, entropy), f32[R, K], 0 on empty slots; over the sampled support where the batch has one.
+
+        hidden: the rows' hidden_states, where they are at hand.
+        """
         logprobs, entropy = target_logprobs(
-            hidden_states(self, params, micro),
+            hidden_states(self, params, micro) if hidden is None else hidden,
             self.model.head(params),
             micro["target_index"],
             micro["target_tokens"],
@@ -142,12 +148,41 @@ class Update:
 Loss = Callable[[Params, DeviceBatch], tuple[jax.Array, tuple[Sums, jax.Array]]]
 
 
-def policy_loss(forward: Forward, algorithm: Algorithm) -> Loss:
+# (hidden states of the policy, its params, microbatch) -> f32[R, K], 0 on empty slots
+TeacherDivergence = Callable[[jax.Array, Params, DeviceBatch], jax.Array]
+
+
+def teacher_divergence(
+    forward: Forward, algorithm: Algorithm, teacher: Forward, teacher_params: Params
+) -> TeacherDivergence:
+    """Of each trained token, as the algorithm's `divergence` has it; the teacher's forward is part of it."""
+
+    def divergence(hidden: jax.Array, params: Params, micro: DeviceBatch) -> jax.Array:
+        theirs = jax.lax.stop_gradient(hidden_states(teacher, teacher_params, micro))
+        out = chunked_divergence(
+            algorithm.divergence,
+            head_of(forward, params, micro, hidden),
+            head_of(teacher, teacher_params, micro, theirs),
+            micro["num_chunks"],
+            chunk=forward.chunk,
+        )
+        return jnp.where(micro["target_mask"], out, 0.0)
+
+    return divergence
+
+
+def policy_loss(
+    forward: Forward, algorithm: Algorithm, divergence: TeacherDivergence | None = None
+) -> Loss:
     """The algorithm's loss of a microbatch; keeps the log-probs."""
 
     def loss(params: Params, micro: DeviceBatch):
-        logprobs, entropy = forward(params, micro)
-        total, sums = weighted_loss(algorithm, micro, logprobs, entropy)
+        hidden = hidden_states(forward, params, micro)
+        logprobs, entropy = forward(params, micro, hidden)
+        given = micro
+        if divergence is not None:
+            given = {**micro, "teacher_divergence": divergence(hidden, params, micro)}
+        total, sums = weighted_loss(algorithm, given, logprobs, entropy)
         sums = {**sums, "policy/entropy": masked_sum(entropy, micro["target_mask"])}
         return total, (sums, jax.lax.stop_gradient(logprobs))
 
@@ -192,12 +227,18 @@ def accumulate(loss: Loss, params: Params, batch: DeviceBatch) -> dict:
 
 
 def make_step(
-    forward: Forward, algorithm: Algorithm, update: Update
-) -> Callable[[TrainState, DeviceBatch], tuple[TrainState, dict]]:
-    """step(state, batch) -> (next state, {"sums": (sum, count) by name, "mismatch": totals})."""
-    loss = policy_loss(forward, algorithm)
+    forward: Forward, algorithm: Algorithm, update: Update, teacher: Forward | None = None
+) -> Callable[..., tuple[TrainState, dict]]:
+    """step(state, batch) -> (next state, {"sums": (sum, count) by name, "mismatch": totals}).
 
-    def step(state: TrainState, batch: DeviceBatch) -> tuple[TrainState, dict]:
+    With a teacher a third argument are its params, in its compute dtype.
+    """
+
+    def step(state: TrainState, batch: DeviceBatch, *beside: Params) -> tuple[TrainState, dict]:
+        of_teacher = None
+        if teacher is not None:
+            of_teacher = teacher_divergence(forward, algorithm, teacher, *beside)
+        loss = policy_loss(forward, algorithm, of_teacher)
         out = accumulate(loss, forward.cast(state.params), batch)
         state_after, sums = apply_update(update, state, out, batch)
         sums["policy/advantage"] = masked_sum(batch["advantages"], batch["target_mask"])
@@ -289,6 +330,7 @@ def loss_inputs(micro: DeviceBatch, logprobs: jax.Array, entropy: jax.Array) -> 
         old_logprobs=micro.get("old_logprobs"),
         reference_logprobs=micro.get("reference_logprobs"),
         teacher_logprobs=micro.get("teacher_logprobs"),
+        teacher_divergence=micro.get("teacher_divergence"),
         lag=micro["lag"],
         kept=micro.get("kept"),
         selected=micro.get("selected"),

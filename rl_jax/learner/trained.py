@@ -64,12 +64,9 @@ class TrainedModel:
         self._optimizer = make_optimizer(settings, schedule)
         self._state: TrainState | None = None
         self._state_shardings = self._shard_state()
-        update = Update(self._optimizer, schedule, settings.grad_clip, self.figures)
-        self._step = jax.jit(
-            make_step(update),
-            donate_argnums=0,
-            out_shardings=(self._state_shardings, rows.replicated),
-        )
+        self._update = Update(self._optimizer, schedule, settings.grad_clip, self.figures)
+        self._beside: tuple[Params, ...] = ()  # frozen weights that the step reads
+        self._set_step(make_step)
         self._fresh_state = jax.jit(
             partial(fresh_state, self._optimizer), out_shardings=self._state_shardings
         )
@@ -130,7 +127,7 @@ class TrainedModel:
         state, name = self.abstract_state(), f"{self.what} step"
         if self.gives in batch.extras:
             yield self.scorer.lower(f"{self.what}'s {self.gives}", state.params, batch)
-        yield name, lower(name, self._step, state, self.rows.abstract(batch))
+        yield name, lower(name, self._step, state, self.rows.abstract(batch), *self._beside)
 
     # --- work ----------------------------------------------------------------------------------------------------
 
@@ -140,12 +137,19 @@ class TrainedModel:
         Raises: ValueError if the batch does not fit; NonFiniteError after settings.max_skipped bad updates in a row.
         """
         arrays = self.rows.put(batch, version)
-        self._state, out = self._step(self.state, arrays)
+        self._state, out = self._step(self.state, arrays, *self._beside)
         out, in_row = jax.device_get((out, self._state.skipped_in_row))
         metrics = {name: Metric(float(s), float(n)) for name, (s, n) in out["sums"].items() if n}
         if metrics[self.figures.skipped].sum:
             self._report_skip(batch, version, metrics, int(in_row))
         return metrics, out
+
+    def _set_step(self, make_step: Callable[[Update], Callable]) -> None:
+        self._step = jax.jit(
+            make_step(self._update),
+            donate_argnums=0,
+            out_shardings=(self._state_shardings, self.rows.replicated),
+        )
 
     # --- parts ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rl_jax.algorithms import agent_advantages as agents
-from rl_jax.algorithms import correction, curriculum, distill, filters, kl, shaping, staleness
+from rl_jax.algorithms import correction, curriculum, distillation, filters, kl, shaping, staleness
 from rl_jax.algorithms import group_advantages as group
 from rl_jax.algorithms import token_advantages as token
 from rl_jax.algorithms.advantages import trains_scored
@@ -229,9 +229,9 @@ def distill_full(a: Arrays, p: Params) -> Outputs:
 
         return jax.jit(jax.value_and_grad(total))(jnp.asarray(a["student_logits"]))
 
-    forward, grad_forward = mean(distill.forward_kl)
-    reverse, grad_reverse = mean(distill.reverse_kl)
-    jsd, _ = mean(lambda s, t: distill.generalised_jsd(s, t, beta))
+    forward, grad_forward = mean(distillation.forward_kl)
+    reverse, grad_reverse = mean(distillation.reverse_kl)
+    jsd, _ = mean(lambda s, t: distillation.generalised_jsd(s, t, beta))
     return {
         "forward_kl": forward,
         "reverse_kl": reverse,

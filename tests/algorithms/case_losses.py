@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rl_jax.algorithms import correction, distill, kl
+from rl_jax.algorithms import correction, distillation, kl
 from rl_jax.algorithms import sequence_losses as sequence
 from rl_jax.algorithms import token_losses as losses
 from rl_jax.algorithms.algorithm import LossInputs
@@ -215,7 +215,7 @@ LOSSES: dict[str, LossOp] = {
         outputs={**TOKEN, "selected": ("token", "selected")},
     ),
     "loss.opd_pg": LossOp(
-        lambda a, p: distill.opd_pg(inputs_of(a), cap=p.get("cap", 2.0)),
+        lambda a, p: distillation.opd_pg(inputs_of(a), cap=p.get("cap", 2.0)),
         outputs={
             **TOKEN,
             "token_advantages": ("token", "token_advantages"),

@@ -84,9 +84,9 @@ def test_padding_changes_nothing(padded_case):
 
 
 @pytest.mark.slow
-def test_jit_changes_nothing(few_case):
+def test_jit_changes_nothing(each_case):
     with jax.disable_jit():
-        check(few_case)
+        check(each_case)
 
 
 @pytest.mark.parametrize("per_row", [2, 3])
@@ -173,6 +173,7 @@ def fixtures(cases):
         "masked_case": [c for c in known if takes_junk(c)],
         "rows_case": [c for c in known if rows[c["op"]] != "fixed"],
         "padded_case": [c for c in known if pads(c)],
+        "each_case": chosen,
         "few_case": [c for c in chosen if c["op"] in FEW],
         "packed_case": [c for c in known if c["op"] in LOSSES],
         "loss_case": [c for c in chosen if c["op"] in LOSSES],

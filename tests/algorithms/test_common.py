@@ -22,6 +22,7 @@ KNOWN_NEEDS = {
     "sum_squares",
     "reference_logprobs",
     "teacher_logprobs",
+    "teacher_divergence",
     "values",
     "rewards",
     "routes",
@@ -86,6 +87,7 @@ def some_inputs(seed=0, shape=(3, 6), **changes):
         old_logprobs=logprobs + draw(0.1),
         reference_logprobs=logprobs + draw(0.3),
         teacher_logprobs=logprobs + draw(0.3),
+        teacher_divergence=np.abs(draw(0.3)),
         lag=mask.astype(np.int32),
         selected=(mask & (np.arange(shape[1]) % 2 == 0)).astype(np.float32),
     )
@@ -99,6 +101,9 @@ def jitted(name):
 
     def total(logprobs, entropy, rest):
         x = LossInputs(logprobs=logprobs, entropy=entropy, **rest)
+        # It follows the policy too, as the step has it: here by a slope of 1 to its log-prob.
+        slope = logprobs - jax.lax.stop_gradient(logprobs)
+        x = replace(x, teacher_divergence=x.teacher_divergence + slope)
         loss, sums = algorithm.token_loss(x)
         return jnp.where(x.mask, loss, 0.0).sum(), (loss, sums)
 
@@ -133,7 +138,7 @@ def test_what_stands_off_the_mask_changes_nothing(algorithm):
     for junk in (np.nan, np.inf, -np.inf):
         fields = (
             "logprobs", "entropy", "behaviour_logprobs", "advantages", "old_logprobs", "reference_logprobs",
-            "teacher_logprobs", "selected",
+            "teacher_logprobs", "teacher_divergence", "selected",
         )  # fmt: skip
         poisoned = {n: np.where(x.mask, getattr(x, n), np.float32(junk)) for n in fields}
         bad = replace(x, **poisoned)

@@ -60,6 +60,7 @@ CHANGES = {
     "weight_level": ("token", {}),
     "preference": ("ipo", {}),
     "beta": (0.5, {}),
+    "jsd_beta": (0.1, {}),
     "label_smoothing": (0.2, {}),
     "center_coef": (0.1, {}),
     "reward_coef": (0.3, {}),
@@ -152,6 +153,7 @@ def microbatch():
         old_logprobs=np.where(mask, logprobs + 0.2 * draw["e"], 0),
         reference_logprobs=np.where(mask, logprobs + 0.3 * draw["f"], 0),
         teacher_logprobs=np.where(mask, logprobs - 0.3 * draw["f"], 0),
+        teacher_divergence=np.abs(draw["f"]),
         lag=np.where(mask, slots % 3, 0).astype(np.int32),
         selected=(mask & (slots % 2 == 0)).astype(np.float32),
     )
@@ -169,6 +171,9 @@ def figures(settings):
     arrays = [batch.targets_mask, batch.advantages, batch.loss_weights]
     arrays += [batch.extras[name] for name in sorted(batch.extras)]
     x = microbatch()
+    if hasattr(algorithm, "divergence"):
+        logits = np.random.default_rng(1).normal(size=(2, 4, 9)).astype(np.float32)
+        arrays.append(algorithm.divergence(*logits))
 
     def total(logprobs, entropy):
         loss, _ = algorithm.token_loss(replace(x, logprobs=logprobs, entropy=entropy))

@@ -5,7 +5,8 @@ learner's own packing, advantages, weights, microbatches, forward and accumulati
 gradient with respect to the log-probs and entropies that the layout itself computed, and leaves it as the gradient of
 every weight: so one program a mesh serves all losses, and one program all meshes' losses. Rows are dealt to
 microbatches of 64 by leaving rows empty: how many microbatches is data. Microbatches of other shapes, and a loss traced
-into the step, are in test_learner.py; losses over rows that are split over devices in test_cases.py.
+into the step, are in test_learner.py and test_step_layouts.py; losses over rows that are split over devices in
+test_cases.py.
 Each mesh costs about 9 s of CPU, nearly all of it compiling: the slow ones 35 s.
 """
 
@@ -91,6 +92,7 @@ def batches(is_packed: bool) -> tuple[Batch, ...]:
         for name, scale in (
             ("old_logprobs", 0.95), ("reference_logprobs", 1.1), ("teacher_logprobs", 0.8), ("values", 0.1),
             ("rewards", 0.3), ("sum_squares", -0.01), ("selected", 0.0),
+            ("teacher_divergence", -0.2),
         )
     }  # fmt: skip
     out = [with_advantages(batch, groups(), extras, a, None, a.settings)[0] for a in algorithms()]
@@ -123,7 +125,10 @@ def cotangents(logprobs, entropy, values, batch, own):
             logp, ent, micro = micro
 
             def loss(logp, ent):
-                out = algorithm.token_loss(loss_inputs(micro, logp, ent))[0]
+                # It follows the policy too; the step's own is in test_divergence.py.
+                slope = logp - jax.lax.stop_gradient(logp)
+                told = micro | {"teacher_divergence": micro["teacher_divergence"] + slope}
+                out = algorithm.token_loss(loss_inputs(told, logp, ent))[0]
                 return jnp.where(micro["target_mask"], micro["loss_weights"] * out, 0.0).sum()
 
             return jax.grad(loss, argnums=(0, 1))(logp, ent)
