@@ -1,12 +1,12 @@
 """Messages over a stream socket: a JSON header and raw arrays, cut into frames of bounded size. Never pickle.
 
 A message is what an envelope (the channel's) and a body say, both JSON, and arrays: little-endian buffers whose dtype
-(one of DTYPES) and shape stand in the header. A frame is magic, kind, the message's number, size and crc32, and at most
-MAX_HEADER (of a header) or CHUNK bytes (of data). Data of one message comes in order; frames of several messages may
-alternate, so that a gigabyte of weights holds up no heartbeat.
-Invariants: what is read equals what was written, bit for bit; a message that cannot be read is told as Refused and
-disturbs no other one, as long as the frames can be told apart; where they cannot (wrong magic, a size beyond the
-limit) FramingError ends the stream.
+(one of DTYPES) and shape stand in the header. A frame is a head (magic, kind, the message's number, size and crc32, and
+the crc32 of these) and at most MAX_HEADER (of a header) or CHUNK bytes (of data). Data of one message comes in order;
+frames of several messages may alternate, so that a gigabyte of weights holds up no heartbeat.
+Invariants: what is read equals what was written, bit for bit, also over a network whose own checksums are weak; a
+message that cannot be read is told as Refused and disturbs no other one, as long as the frames can be told apart; where
+they cannot (a head that is damaged, a size beyond the limit) FramingError ends the stream.
 Must not: know calls or records, wait with a deadline (who shuts the socket down wakes a reader or writer), or trust a
 size before it is checked.
 """
@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 MAGIC = b"rlJ1"
-FRAME = struct.Struct("<4sBxxxIII")  # magic, kind, message, payload bytes, crc32 of the payload
+HEAD = struct.Struct("<4sBxxxIII")  # magic, kind, message, payload bytes, crc32 of the payload
+FRAME = struct.Struct(f"<{HEAD.size}sI")  # the head, and its crc32
 HEADER, DATA, CANCEL = 1, 2, 3
 MAX_HEADER = 4 << 20  # bytes: 20,000 parameters' digests take half of it
 CHUNK = 1 << 20  # bytes of one data frame: a millisecond on one host
@@ -116,8 +117,13 @@ def cancel_frame(number: int) -> tuple[bytes, memoryview]:
 
 
 def _frame(kind: int, number: int, payload: Any) -> tuple[bytes, memoryview]:
-    crc = zlib.crc32(payload)
-    return FRAME.pack(MAGIC, kind, number, len(payload), crc), memoryview(payload)
+    return frame_head(kind, number, len(payload), zlib.crc32(payload)), memoryview(payload)
+
+
+def frame_head(kind: int, number: int, size: int, crc: int) -> bytes:
+    """What comes before a payload of `size` bytes with this crc32."""
+    head = HEAD.pack(MAGIC, kind, number, size, crc)
+    return FRAME.pack(head, zlib.crc32(head))
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -167,9 +173,10 @@ class Reader:
         while True:
             if not self._fill(memoryview(self._head), may_end=True):
                 return None
-            magic, kind, number, size, crc = FRAME.unpack(self._head)
+            head, check = FRAME.unpack(self._head)
+            magic, kind, number, size, crc = HEAD.unpack(head)
             limit = {HEADER: MAX_HEADER, DATA: CHUNK, CANCEL: 0}.get(kind, -1)
-            if magic != MAGIC or size > limit:
+            if magic != MAGIC or size > limit or zlib.crc32(head) != check:
                 raise FramingError(f"no frame begins with {bytes(self._head)!r}")
             self._on_frame()
             if kind == HEADER:

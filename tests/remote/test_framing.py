@@ -109,9 +109,8 @@ def test_what_is_no_message_is_refused_before_it_is_sent(body, given_arrays):
         list(message(1, {}, body, given_arrays))
 
 
-def header(text: bytes, number: int = 1) -> bytes:
-    frame = (framing.MAGIC, framing.HEADER, number, len(text), zlib.crc32(text))
-    return framing.FRAME.pack(*frame) + text
+def header(text: bytes) -> bytes:
+    return framing.frame_head(framing.HEADER, 1, len(text), zlib.crc32(text)) + text
 
 
 @pytest.mark.parametrize(
@@ -188,5 +187,16 @@ def test_garbage_ends_the_stream_with_a_typed_error(garbage):
 
 def test_frame_beyond_its_limit_is_not_read():
     for kind, size in ((1, framing.MAX_HEADER + 1), (2, framing.CHUNK + 1), (3, 1), (9, 0)):
-        (error,) = read_all(framing.FRAME.pack(framing.MAGIC, kind, 1, size, 0) + b"x" * 10)
+        (error,) = read_all(framing.frame_head(kind, 1, size, 0) + b"x" * 10)
         assert isinstance(error, FramingError) and "no frame begins" in str(error), kind
+
+
+def test_flipped_byte_anywhere_is_found():
+    """In a head it ends the stream: what it says of size and message cannot be believed."""
+    clean = written(message(1, {"k": "call", "id": 5}, "text", [np.arange(3)]))
+    for at in range(len(clean)):
+        raw = bytearray(clean)
+        raw[at] ^= 0x10
+        got = read_all(bytes(raw))
+        assert not any(isinstance(item, Message) for item in got), at
+        assert [type(item) for item in got] in ([Refused], [Refused, FramingError], [FramingError]), at
