@@ -1,6 +1,6 @@
 """A process that this one started: the environment it gets, what it prints, and how it ended.
 
-Owns: the list of variables that a child inherits, and the bounded log of its output.
+Owns: the list of variables that a child inherits, the secret that none does, and the bounded log of a child's output.
 Must not: start a process, or know what runs in it.
 """
 
@@ -28,6 +28,15 @@ INHERITED = (
     "LD_LIBRARY_PATH",
     "VIRTUAL_ENV",
 )
+
+SECRET_VARIABLE = (
+    "RL_JAX_CLUSTER_SECRET"  # of a run whose servers come over TCP, in hexadecimal digits
+)
+
+
+def take_variable(name: str) -> str | None:
+    """Its value, or None; it stands in the environment no more, so that nothing started later inherits it."""
+    return os.environ.pop(name, None)
 
 
 def clean_environment(*more: str) -> dict[str, str]:

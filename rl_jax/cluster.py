@@ -1,7 +1,8 @@
-"""Where the servers run: InProcCluster as threads of this process, LocalCluster as processes of this host.
+"""Where the servers run: InProcCluster as threads of this process, ProcessCluster as processes of this host or others.
 
-Owns: the servers, or their proxies, and the router in front of them. Life: the constructor builds them (no compile, no
-process) -> `start()` starts threads or processes, which serve after their first weight commit -> `close()` ends them.
+Owns: the servers, or their proxies and what starts their processes, and the router in front of them.
+Life: the constructor builds them (no compile, no process) -> `start()` starts threads or processes, which serve after
+their first weight commit -> `close()` ends them.
 The servers are the sync's targets.
 Must not: decide when anything happens (driver), or move weights (weights).
 """
@@ -20,12 +21,13 @@ from rl_jax.lowering import Program
 from rl_jax.mesh import Meshes, MeshPlan, ServerPlan, abstract_mesh, shardings
 from rl_jax.models import MODELS
 from rl_jax.models.decoder import Model
-from rl_jax.remote.process import FACTORY, ServerSpec
 from rl_jax.remote.server import RemoteDecodeServer, RemotePrefillServer
+from rl_jax.remote.spec import FACTORY, ServerSpec
+from rl_jax.remote.starter import ExternalStarter, LocalStarter, Starter
 from rl_jax.serve.balance import Balance
 from rl_jax.serve.build import build_server
 from rl_jax.serve.router import Router
-from rl_jax.settings import Settings
+from rl_jax.settings import ClusterSettings, Settings
 
 LOG = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ class ServersNotReady(RuntimeError):
 
 class Cluster:
     """Servers and router of one plan, wherever they run. Sole owner of the servers."""
+
+    commands: Sequence[str] = ()  # for a person to run, one a server, where nobody else starts them
 
     def __init__(
         self,
@@ -148,20 +152,47 @@ class InProcCluster(Cluster):
                 yield from engines[server.name].lower(decode=decodes)
 
 
-class LocalCluster(Cluster):
-    """Every server a process of this host, on simulated devices of its own; here are their proxies."""
+class ProcessCluster(Cluster):
+    """Every server a process, on simulated devices of its own; here are their proxies."""
 
     def __init__(
         self, plan: MeshPlan, model: Model, settings: Settings, template_sha256: str, log_dir: Path
     ):
-        """log_dir: of the processes' logs, one a server."""
+        """log_dir: of the processes' logs, one a server, and of what else they need.
+
+        Raises: ServersNotReady where they could not come to this host.
+        """
         cluster, deadline_s = settings.cluster, settings.weights.deadline_s
+        self._specs = [_spec(server, model, settings, template_sha256) for server in plan.servers]
+        try:
+            self.starter = _starter(settings.cluster, log_dir, self._specs)
+        except (OSError, ValueError) as error:
+            raise ServersNotReady(str(error)) from None
+        self.commands = self.starter.commands
         servers = []
-        for server in plan.servers:
-            spec = _spec(server, model, settings, template_sha256)
+        for spec in self._specs:
             kind = RemotePrefillServer if spec.kind == "prefill" else RemoteDecodeServer
-            servers.append(kind(spec, cluster, log_dir, deadline_s))
+            servers.append(kind(spec, cluster, log_dir, deadline_s, self.starter))
         super().__init__(plan, servers, template_sha256)
+
+    def start(self) -> None:
+        """Raises: ServersNotReady where it is known that they can never all live."""
+        try:
+            self.starter.open(self._specs)
+        except OSError as error:
+            raise ServersNotReady(str(error)) from None
+        super().start()
+
+    def close(self) -> None:
+        super().close()
+        self.starter.close()
+
+
+def _starter(settings: ClusterSettings, log_dir: Path, specs: Sequence[ServerSpec]) -> Starter:
+    """Of the backend. Raises: OSError, ValueError."""
+    if settings.backend == "external":
+        return ExternalStarter(settings, log_dir, specs)
+    return LocalStarter(settings, log_dir)
 
 
 def make_cluster(
@@ -173,9 +204,9 @@ def make_cluster(
     log_dir: Path,
 ) -> Cluster:
     """The cluster that settings.cluster.backend names."""
-    if settings.cluster.backend == "local":
-        return LocalCluster(plan, model, settings, template_sha256, log_dir)
-    return InProcCluster(plan, meshes, model, settings, template_sha256)
+    if settings.cluster.backend == "inproc":
+        return InProcCluster(plan, meshes, model, settings, template_sha256)
+    return ProcessCluster(plan, model, settings, template_sha256, log_dir)
 
 
 def _spec(server: ServerPlan, model: Model, settings: Settings, template_sha256: str) -> ServerSpec:

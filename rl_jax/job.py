@@ -289,6 +289,8 @@ def _run_mode(job: Job) -> None:
         job.stack.callback(cluster.close)
         _import_before_threads()
         cluster.start()  # they compile from now on, beside all that follows
+        for line in cluster.commands:
+            job.progress.note(line)
         parts = _live_parts(job, cluster, roles, algorithm, checkpointer, recorder, extra)
         driver = Driver(parts, settings, state)
         if mode == "train" and 0 < settings.steps <= state.version:

@@ -480,16 +480,21 @@ class GuardSettings:
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    # inproc: servers are threads of the driver's process | local: processes of the same host, on simulated CPU devices
-    # (ray: not in this version)
+    # Where the servers run. inproc: threads of the driver's process | local: processes that it starts on its host |
+    # external: processes that somebody else starts, by commands that the driver prints
     backend: str = "inproc"
     address: str = ""
-    # of local
+    # of external
+    host: str = "127.0.0.1"  # the driver's own address on which it listens, and which the processes connect to
+    port: int = 0  # 0 = any that is free
+    # of all but inproc
     heartbeat_s: float = 1.0  # between two signs of life of one process to another
     lease_s: float = (
         15.0  # a process that gives no sign of life for so long is dead, and is started again
     )
-    start_timeout_s: float = 120.0  # for a server's process to import JAX and build its engine
+    start_timeout_s: float = (
+        120.0  # for a server's process to come, and again to import JAX and build its engine
+    )
     restarts: int = 3  # of the process of one server that has served; then the server stays away
 
 

@@ -146,6 +146,7 @@ INTERVALS = {
     "eval.timeout_s": "(0, inf)",
     "metrics.heartbeat_s": "(0, inf)",
     "metrics.rollouts_every": "[0, inf)",
+    "cluster.port": "[0, 65535]",
     "cluster.heartbeat_s": "(0, inf)",
     "cluster.lease_s": "(0, inf)",
     "cluster.start_timeout_s": "(0, inf)",
@@ -181,7 +182,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weights.kv": ("recompute", "keep"),
     "weights.transport": ("packed", "reshard"),
     "metrics.progress": PROGRESS_FORMS,
-    "cluster.backend": ("inproc", "local"),
+    "cluster.backend": ("inproc", "local", "external"),
     **dict.fromkeys(
         [
             f"guards.{name}"
@@ -196,6 +197,8 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "rollout.scheduler": SCHEDULERS,
     "algorithm.name": ALGORITHMS,
 }
+
+LISTENING = ("external",)  # values of cluster.backend whose processes come over TCP
 
 _PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TAG = re.compile(r"[a-z][a-z0-9_]*")
@@ -427,12 +430,19 @@ def _cluster(s: Settings) -> Iterator[str]:
     c = s.cluster
     if c.address:
         yield f"cluster.address={c.address} is not used by backend {c.backend}; leave it empty"
-    if c.backend != "local":
+    if c.port and c.backend not in LISTENING:
+        yield f"cluster.port={c.port} is not used by backend {c.backend}, which listens nowhere; leave it 0"
+    if c.host in ("", "0.0.0.0", "::") and c.backend in LISTENING:
+        yield (
+            f"cluster.host={c.host!r} is no address that a process could connect to; give the driver's own one in a"
+            " private network"
+        )
+    if c.backend == "inproc":
         return
     if s.mesh.platform != "cpu":
         yield (
-            "cluster.backend=local gives each server simulated CPU devices of its own, which this mesh does not ask"
-            " for; use mesh.platform=cpu, or cluster.backend=inproc"
+            f"cluster.backend={c.backend} gives each server simulated CPU devices of its own, which this mesh does not"
+            " ask for; use mesh.platform=cpu, or cluster.backend=inproc"
         )
     if s.serve.pd_balance == "auto":
         yield (

@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import os
 import queue
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -14,7 +18,7 @@ import psutil
 import pytest
 
 from rl_jax import config, launch
-from rl_jax.cluster import InProcCluster, LocalCluster, make_cluster
+from rl_jax.cluster import InProcCluster, ProcessCluster, make_cluster
 from rl_jax.mesh import TRAIN_RULES, MeshPlan, build_meshes, shardings
 from rl_jax.models.decoder import build_model
 from rl_jax.tokens import ByteTokenizer
@@ -82,7 +86,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_one_process_down_to_the_bits(tm
         [f"--config={FILE}", f"--mesh={tmp_path / 'three.py'}", f"--config.cluster.backend={backend}"]
     )  # fmt: skip
     turns = {}
-    for backend, kind in (("inproc", InProcCluster), ("local", LocalCluster)):
+    for backend, kind in (("inproc", InProcCluster), ("local", ProcessCluster)):
         settings = parse(backend).settings
         plan = MeshPlan.from_settings(settings.mesh, settings.model)
         meshes = build_meshes(plan)
@@ -106,13 +110,35 @@ def test_greedy_tokens_and_logprobs_are_those_of_one_process_down_to_the_bits(tm
     assert (tmp_path / "logs" / "decode.0.log").exists()
 
 
+def run_commands(run):
+    """What a person does who reads them in the driver's log: each is run until it ends."""
+    pattern, found = re.compile(r"(\S+=\S+ .*server_process --connect=.*)$", re.M), []
+    while not found:
+        time.sleep(0.05)
+        text = "".join(path.read_text() for path in run.rglob("driver.log"))
+        found = pattern.findall(text)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    started = [
+        subprocess.Popen(
+            ["sh", "-c", f"exec env {command}"], cwd=FILE.parents[1], env={"PATH": path},
+            stderr=subprocess.DEVNULL,
+        )
+        for command in found
+    ]  # fmt: skip
+    for process in started:
+        process.wait(200)
+
+
 @pytest.mark.slow(seconds=40)
 def test_run_on_processes_trains_on_the_same_tokens(tmp_path):
     """Synchronous, so that nothing depends on time: what was trained is equal, episode by episode."""
     trained = {}
-    for backend in ("inproc", "local"):
+    for backend in ("inproc", "local", "external"):
         run = tmp_path / backend
         words = [f"--config={FILE}", f"--run_dir={run}", "--config.run_id=r", "--mesh=split_2"]
+        operator = threading.Thread(target=run_commands, args=(run,), daemon=True)
+        if backend == "external":
+            operator.start()
         assert launch.main([*words, f"--config.cluster.backend={backend}"]) == 0
         lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
         trained[backend] = {
@@ -122,7 +148,9 @@ def test_run_on_processes_trains_on_the_same_tokens(tmp_path):
         }
         assert json.loads((run / "STATUS.json").read_text())["state"] == "done"
     assert len(trained["inproc"]) == 3 * 4
-    assert trained["local"] == trained["inproc"]
+    assert trained["local"] == trained["inproc"] and trained["external"] == trained["inproc"]
+    operator.join(20)
+    assert not operator.is_alive(), "the process ends with the run"
     logs = {path.name for path in (tmp_path / "local" / "logs").rglob("*.log")}
     assert {"decode.0.log"} <= logs, logs
 
@@ -194,3 +222,14 @@ def test_servers_as_processes_need_the_cpu_and_a_lease_of_some_heartbeats():
     assert (
         config.parse(["--config.cluster.lease_s=2"]).settings.cluster.lease_s == 2
     )  # of local only
+
+
+def test_address_to_listen_on_is_one_that_others_can_use():
+    external = "--config.cluster.backend=external"
+    assert config.parse([external, "--config.cluster.port=4711"]).settings.cluster.port == 4711
+    (error,) = refused(external, "--config.cluster.host=0.0.0.0")
+    assert "cluster.host='0.0.0.0' is no address that a process could connect to" in error
+    (error,) = refused("--config.cluster.backend=local", "--config.cluster.port=4711")
+    assert "cluster.port=4711 is not used by backend local" in error
+    (error,) = refused(external, "--config.cluster.port=70000")
+    assert "cluster.port=70000" in error

@@ -1,12 +1,12 @@
 """The processes of one server, one after the other: started, watched, ended, and started again while the budget lasts.
 
-Life of a process: 1 it is started and told what to build; 2 once that is built its channel is there to be used; 3 its
-pulses say how far it got, and that its programs are compiled; 4 it ends, or its server's thread does, or it gives no
-sign of life for a lease, or is not built in time: `on_end` is called at once, the process is killed, and another one
-is started after a pause. A server whose first process ends before it was ready is not started again: what that died of,
-the next one would die of. Each process has an attempt id of its own, which every message carries.
-Invariants: at most one process lives; no process outlives this one (its death pipe); what is asked of a process that
-ended fails.
+Life of a process: 1 it is started, is linked and told what to build; 2 once that is built its channel is there to be
+used; 3 its pulses say how far it got, and that its programs are compiled; 4 it ends, or its server's thread does, or it
+gives no sign of life for a lease, or is not built in time: `on_end` is called at once, the process is killed, and
+another one is started after a pause. A server whose first process ends before it was ready is not started again: what
+that died of, the next one would die of. Each process has an attempt id of its own, which every message carries.
+Invariants: at most one process is linked; no process outlives this one (its link is its death pipe); what is asked of a
+process that ended fails.
 Must not: know weights or turns, or say when a new process may serve (server.py).
 """
 
@@ -16,15 +16,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rl_jax.remote.channel import Channel
-from rl_jax.remote.process import ServerProcess, ServerSpec
+from rl_jax.remote.process import LOOK_S, ServerProcess
+from rl_jax.remote.spec import ServerSpec
+from rl_jax.remote.starter import Starter
 from rl_jax.serve.loop import Progress
 from rl_jax.settings import ClusterSettings
 
-LOOK_S = 0.5
 PAUSE_S, MAX_PAUSE_S = 0.2, 10.0  # before a new process; it doubles while none gets ready
 STARTING = Progress(0, "its process is starting", is_compiling=True, is_idle=False)
 
@@ -42,7 +42,7 @@ class Lives:
         self,
         spec: ServerSpec,
         settings: ClusterSettings,
-        log_dir: Path,
+        starter: Starter,
         on_end: Callable[[str], None],
     ):
         """on_end: a process ended, why; called again when that was the last one."""
@@ -50,13 +50,14 @@ class Lives:
         self.num = 0  # processes started
         self.final: str | None = None  # why no other process will be started
         self.stats: dict[str, Any] = {}  # of the process that lives, as it told last
-        self._log_dir, self._on_end = log_dir, on_end
+        self._starter, self._on_end = starter, on_end
         self._changed = threading.Condition()
         self._channel: Channel | None = None  # of a process that is built and lives
         self._process: ServerProcess | None = None
         self._progress, self._num_done = STARTING, 0  # num_done of the processes before
         self._dropped: Counter[str] = Counter()  # of the processes before
         self._is_ready = self._got_ready = self._was_ready = False  # now, this process, any
+        self._is_away = False  # a person may start another process, or never
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"lives-{spec.name}", daemon=True)
 
@@ -79,12 +80,16 @@ class Lives:
         return self._is_ready
 
     def wait_up(self, deadline_s: float) -> Channel:
-        """The channel of a process that is built. Raises: ServerGone where none is by the deadline, or ever will be."""
+        """The channel of a process that is built. Raises: ServerGone where none is by the deadline, or ever will be, or
+        nobody knows when."""
         with self._changed:
-            is_known = self._changed.wait_for(lambda: self._channel or self.final, deadline_s)
+            is_known = self._changed.wait_for(
+                lambda: self._channel or self.final or self._is_away, deadline_s
+            )
             if self._channel is not None:
                 return self._channel
-            why = self.final if is_known else f"its process was not up after {deadline_s:g} s"
+            why = self.final or "its process ended, and nobody has started another one"
+            why = why if is_known else f"its process was not up after {deadline_s:g} s"
             raise ServerGone(f"{self.spec.name}: {why}")
 
     def wait_ready(self, deadline_s: float) -> None:
@@ -114,7 +119,7 @@ class Lives:
         """What the channels to all processes dropped here, by cause."""
         with self._changed:
             total, process = Counter(self._dropped), self._process
-        if process is not None:
+        if process is not None and process.channel is not None:
             total.update(process.channel.stats())
         return total
 
@@ -168,24 +173,33 @@ class Lives:
             self.spec,
             attempt,
             self.settings,
-            self._log_dir,
+            self._starter,
             on_pulse=self._pulse,
             on_end=self._over,
         )
         with self._changed:
             self._process = process
-        process.channel.ask(
-            "build",
-            dict(self.spec.job),
-            deadline_s=self.settings.start_timeout_s,
-            done=lambda result: self._built(process, result),
-        )
+            self._is_away = self._starter.is_by_hand and self.num > 1
+            self._changed.notify_all()
+        if self._closing:  # `close` did not see it
+            process.give_up("the server was closed")
+        channel = process.connect()
+        with self._changed:
+            self._is_away = False
+        if channel is not None:
+            channel.ask(
+                "build",
+                dict(self.spec.job),
+                deadline_s=self.settings.start_timeout_s,
+                done=lambda result: self._built(process, result),
+            )
         while not process.wait(LOOK_S):
             if self._closing and self._channel is None:
                 process.give_up("the server was closed")
         how = process.end()
-        with self._changed:
-            self._dropped.update(process.channel.stats())
+        if channel is not None:
+            with self._changed:
+                self._dropped.update(channel.stats())
         return how
 
     def _built(self, process: ServerProcess, result: Any) -> None:

@@ -29,7 +29,8 @@ from rl_jax.remote import codec
 from rl_jax.remote.channel import Answer, CallTimeout, Lane
 from rl_jax.remote.codec import CodecError
 from rl_jax.remote.lives import Lives, seconds_left
-from rl_jax.remote.process import ServerSpec
+from rl_jax.remote.spec import ServerSpec
+from rl_jax.remote.starter import LocalStarter, Starter
 from rl_jax.serve.commands import OnDone
 from rl_jax.serve.loop import Progress, answer
 from rl_jax.serve.prefill_server import OnPrefix
@@ -67,9 +68,15 @@ class RemoteServer:
     """Implements SyncTarget. All public methods may be called from any thread; those of a sync wait."""
 
     def __init__(
-        self, spec: ServerSpec, cluster: ClusterSettings, log_dir: Path, sync_deadline_s: float
+        self,
+        spec: ServerSpec,
+        cluster: ClusterSettings,
+        log_dir: Path,
+        sync_deadline_s: float,
+        starter: Starter | None = None,
     ):
-        """sync_deadline_s: for staging, digesting and discarding (weights.deadline_s)."""
+        """log_dir: of this host's processes. sync_deadline_s: for staging, digesting and discarding
+        (weights.deadline_s). starter: None = children of this process."""
         self.kind, self.name, self.pool = spec.kind, spec.name, spec.pool
         self.tags, self.hardware = spec.tags, spec.hardware
         self.template_sha256, self.settings = spec.template_sha256, spec.serve
@@ -84,7 +91,8 @@ class RemoteServer:
         self._versions: set[int] = set()  # that this process may answer with
         self._before: Counter[str] = Counter()  # counters of the processes before
         self._num_unasked = 0  # answers that came after their request had failed at a fence
-        self._lives = Lives(spec, cluster, log_dir, self._ended)
+        starter = starter or LocalStarter(cluster, log_dir)
+        self._lives = Lives(spec, cluster, starter, self._ended)
 
     # --- life --------------------------------------------------------------------------------
 
@@ -103,7 +111,7 @@ class RemoteServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that lives, or None."""
+        """Of the process that lives, where it is one of this host that was started here, or None."""
         return self._lives.pid
 
     # --- requests ----------------------------------------------------------------------------

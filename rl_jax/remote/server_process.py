@@ -1,16 +1,21 @@
 """The program of a server's process: one engine on this process's own devices, and the DecodeServer or PrefillServer
 round it, asked through a channel.
 
-    python -m rl_jax.remote.server_process        started by remote/process.py only
+    python -m rl_jax.remote.server_process TOLD                              a child of the driver (LocalStarter)
+    python -m rl_jax.remote.server_process --connect=HOST:PORT --server=NAME [--secret_file=FILE]
+                                                                             started by anybody else
 
-Life: 1 the channel to the driver is opened over an inherited descriptor. 2 `build` says what to build: the factory that
-the command line names makes the server (make_server, unless a test has its own). 3 Requests and other quick commands
-are handed to the server on the channel's thread; `stage`, `digest`, `commit`, `discard` and `close` run in order on the
-main thread. 4 The channel ends, with the driver or by a lease without a sign of it: the process ends at once, whatever
-it does. A driver that dies takes it along even when it is stopped (PR_SET_PDEATHSIG).
+Life: 1 the channel to the driver is opened: over an inherited descriptor; or over TCP, with the run's secret out of the
+file or RL_JAX_CLUSTER_SECRET, and patience while the driver is not there or has a process of this server still.
+2 `build` says what to build: the factory that the driver names makes the server (make_server, unless a test has its
+own). 3 Requests and other quick commands are handed to the server on the channel's thread; `stage`, `digest`, `commit`,
+`discard` and `close` run in order on the main thread. 4 The channel ends, with the driver or by a lease without a sign
+of it: the process ends at once, whatever it does. One that has a parent to obey dies with it even when it is stopped
+(PR_SET_PDEATHSIG).
 Must not: write a file (what it prints is its log), or keep state that the driver could not lose.
 """
 
+import argparse
 import ctypes
 import faulthandler
 import importlib
@@ -24,15 +29,19 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from rl_jax import schema
+from rl_jax.child import SECRET_VARIABLE, take_variable
 from rl_jax.mesh import MeshPlan, make_mesh
 from rl_jax.remote import codec
 from rl_jax.remote.channel import Channel, Request
+from rl_jax.remote.link import address_of, connect, read_secret, secret_of
+from rl_jax.remote.spec import PROGRAM
 from rl_jax.serve.build import build_server
 from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.prefill_server import PrefillServer
@@ -254,14 +263,60 @@ def _leave(error: Exception) -> None:
 
 
 def main() -> None:
-    told = json.loads(sys.argv[1])
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != told["parent"]:
-        os._exit(0)  # it died before that
     faulthandler.enable()
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
-    Service(socket.socket(fileno=told["fd"]), told).run()
+    if not sys.argv[1].startswith("--"):
+        told = json.loads(sys.argv[1])
+        _die_with(told["parent"])
+        Service(socket.socket(fileno=told["fd"]), told).run()
+    words = _parser().parse_args()
+    if words.parent:
+        _die_with(words.parent)
+    try:
+        secret = _secret(words.secret_file)
+        address = address_of(words.connect)
+        link = connect(address, secret, words.server, words.attempt, words.patience_s)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{PROGRAM}: {error}")
+    log.info("%s is linked to %s", words.server, words.connect)
+    Service(*link).run()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
+    parser.add_argument(
+        "--connect", required=True, metavar="HOST:PORT", help="where the driver listens"
+    )
+    parser.add_argument("--server", required=True, metavar="NAME", help="of the plan: decode.0")
+    parser.add_argument(
+        "--secret_file",
+        type=Path,
+        help=f"of the run; without it {SECRET_VARIABLE} holds the secret",
+    )
+    parser.add_argument(
+        "--patience_s", type=float, default=120.0, help="how long to try to reach the driver"
+    )
+    parser.add_argument("--attempt", default="", help="only by what the driver starts")
+    parser.add_argument("--parent", type=int, default=0, help="the process to die with")
+    return parser
+
+
+def _secret(path: Path | None) -> bytes:
+    """Raises: OSError; ValueError."""
+    given = take_variable(SECRET_VARIABLE)
+    if path is not None:
+        return read_secret(path)
+    if given is None:
+        raise ValueError(f"there is no --secret_file, and no {SECRET_VARIABLE} in the environment")
+    return secret_of(given, SECRET_VARIABLE)
+
+
+def _die_with(parent: int) -> None:
+    """Now, if the parent is gone; else with the thread of it that started this process."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 from kernels.kv import KVSpec
 from rl_jax import schema
 from rl_jax.mesh import abstract_mesh, named_sharding
-from rl_jax.remote.process import ServerSpec
+from rl_jax.remote.spec import ServerSpec
 from rl_jax.serve import DecodeServer, PrefillServer
 from rl_jax.settings import EngineSettings, ServeSettings
 from rl_jax.testing.fake_engine import FakeEngine

@@ -1,7 +1,12 @@
 """A prefill server and two decode servers round FakeEngines, as threads or as processes, behind a router and a sync."""
 
 import asyncio
+import os
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -9,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rl_jax.child import clean_environment
 from rl_jax.mesh import make_mesh, named_sharding
 from rl_jax.remote.server import RemoteDecodeServer, RemotePrefillServer
+from rl_jax.remote.starter import ExternalStarter, LocalStarter
 from rl_jax.serve import Router
 from rl_jax.settings import ClusterSettings, EngineSettings, ServeSettings, WeightSettings
 from rl_jax.testing.fake_engine import FakeEngine
@@ -51,21 +58,66 @@ class Hooked:
         return call
 
 
+class Operator:
+    """Runs each command that an ExternalStarter tells, and again whenever its process has ended, as a batch system does
+    that was told to requeue."""
+
+    def __init__(self, commands, names):
+        self.commands = dict(zip(names, commands, strict=True))
+        self.processes = {}
+        self._closing, self._paused = threading.Event(), threading.Event()
+        self.pause, self.resume = self._paused.set, self._paused.clear
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        root = Path(__file__).resolve().parents[2]
+        while not self._closing.wait(0.05):
+            for name, command in self.commands.items():
+                process = self.processes.get(name)
+                is_gone = process is None or process.poll() is not None
+                if is_gone and not self._paused.is_set():
+                    self.processes[name] = subprocess.Popen(
+                        ["sh", "-c", f"exec env {command}"], env={**clean_environment(), "PATH": path}, cwd=root,
+                        stderr=subprocess.DEVNULL,
+                    )  # fmt: skip
+
+    def pid(self, name):
+        return self.processes[name].pid
+
+    def close(self):
+        """Each ends by itself, as its driver is gone."""
+        self._closing.set()
+        self._thread.join(PATIENCE_S)
+        for process in self.processes.values():
+            process.wait(PATIENCE_S)
+
+
 class World:
     """Servers, router and sync of one backend. `hooks`: of decode.0's sync calls, each used once."""
 
     def __init__(self, backend, log_dir, restarts=100):
         self.backend, self.hooks, self.version = backend, {}, -1
         cluster = ClusterSettings(heartbeat_s=0.2, lease_s=LEASE_S, restarts=restarts)
-        self.servers = []
-        for name, block_s in (("prefill.0", 0.0), ("decode.0", BLOCK_S), ("decode.1", BLOCK_S)):
-            spec = fake_spec(name, name.partition(".")[0], ENGINE, SERVE, block_s=block_s)
-            kind = RemotePrefillServer if spec.kind == "prefill" else RemoteDecodeServer
-            self.servers.append(
-                make(spec.job)
-                if backend == "inproc"
-                else kind(spec, cluster, log_dir, WEIGHTS.deadline_s)
-            )
+        specs = [
+            fake_spec(name, name.partition(".")[0], ENGINE, SERVE, block_s=block_s)
+            for name, block_s in (("prefill.0", 0.0), ("decode.0", BLOCK_S), ("decode.1", BLOCK_S))
+        ]
+        self.operator = self.starter = None
+        if backend == "inproc":
+            self.servers = [make(spec.job) for spec in specs]
+        else:
+            self.starter = starter_of(backend, cluster, log_dir, specs)
+            self.starter.open(specs)
+            if backend == "external":
+                self.operator = Operator(self.starter.commands, [spec.name for spec in specs])
+            self.servers = [
+                (RemotePrefillServer if spec.kind == "prefill" else RemoteDecodeServer)(
+                    spec, cluster, log_dir, WEIGHTS.deadline_s, self.starter
+                )
+                for spec in specs
+            ]
         self.prefill, *self.decode = self.servers
         for server in self.servers:
             server.start()
@@ -89,6 +141,10 @@ class World:
         self.version = self.version + 1 if version is None else version
         params = {"offset": jax.device_put(jnp.array(self.version, jnp.int32), self.place)}
         return self.sync.publish(params, self.version)
+
+    def pid(self, server):
+        """Of the server's process, however it was started."""
+        return server.pid if self.operator is None else self.operator.pid(server.name)
 
     def heal(self):
         """Wait until every server serves the same version again."""
@@ -116,6 +172,16 @@ class World:
         self.sync.close()
         for server in self.servers:
             server.close()
+        if self.operator is not None:
+            self.operator.close()
+        if self.starter is not None:
+            self.starter.close()
+
+
+def starter_of(backend, cluster, log_dir, specs):
+    if backend == "external":
+        return ExternalStarter(cluster, log_dir, specs)
+    return LocalStarter(cluster, log_dir)
 
 
 def ask(uid, tokens=(1, 2, 3), turn=0, **fields) -> TurnRequest:
@@ -145,7 +211,7 @@ def until(condition, what="the condition") -> None:
 @pytest.fixture(scope="session")
 def kit():
     return SimpleNamespace(
-        ask=ask, together=together, until=until, World=World, PATIENCE_S=PATIENCE_S, LEASE_S=LEASE_S,
+        ask=ask, together=together, until=until, World=World, Operator=Operator, PATIENCE_S=PATIENCE_S, LEASE_S=LEASE_S,
         ENGINE=ENGINE, SERVE=SERVE, WEIGHTS=WEIGHTS,
     )  # fmt: skip
 

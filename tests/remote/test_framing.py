@@ -199,4 +199,8 @@ def test_flipped_byte_anywhere_is_found():
         raw[at] ^= 0x10
         got = read_all(bytes(raw))
         assert not any(isinstance(item, Message) for item in got), at
-        assert [type(item) for item in got] in ([Refused], [Refused, FramingError], [FramingError]), at
+        assert [type(item) for item in got] in (
+            [Refused],
+            [Refused, FramingError],
+            [FramingError],
+        ), at

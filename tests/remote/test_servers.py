@@ -1,6 +1,9 @@
-"""One suite for servers as threads and as processes: the same answers, the same errors, the same syncs."""
+"""One suite for all backends, whoever starts the servers: the same answers, the same errors, the same syncs,
+and the same way back from death."""
 
+import os
 import queue
+import signal
 import time
 
 import numpy as np
@@ -11,16 +14,16 @@ from rl_jax.types import FinishReason, Turn, TurnError
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["inproc", "local"])
+@pytest.fixture(scope="module", params=["inproc", "local", "external"])
 def world(request, kit, tmp_path_factory):
     """Published, and every server live."""
     if request.param == "local":
         world = request.getfixturevalue("local")
     else:
-        world = kit.World("inproc", tmp_path_factory.mktemp("logs"))
+        world = kit.World(request.param, tmp_path_factory.mktemp("logs"))
     world.heal()
     yield world
-    if request.param == "inproc":
+    if request.param != "local":
         world.close()
 
 
@@ -184,3 +187,26 @@ def test_close_of_a_turn_that_nobody_waits_for_any_more_leaves_the_others(world,
     error, turn = kit.together(given_up(), router.generate(request))
     assert isinstance(error, TurnError) and error.kind == "deadline"
     assert world.is_clean(request, turn) and time.monotonic() - start < 20
+
+
+def test_dead_server_is_fenced_started_again_and_serves_after_the_next_sync(world, kit):
+    """As a thread a server cannot be killed; what its engine dies of is told in test_decode_server."""
+    if world.backend == "inproc":
+        pytest.skip("a thread has no process that could die alone")
+    lost, other = world.decode
+    blocks, before = lost.stats()["blocks"], world.pid(lost)
+    done = submit(lost, kit.ask("o", max_new_tokens=60))
+    kit.until(lambda: lost.stats()["blocks"] > blocks)
+    start = time.monotonic()
+    os.kill(before, signal.SIGKILL)
+    error = done.get(timeout=kit.PATIENCE_S)
+    assert isinstance(error, TurnError) and error.retryable and error.server == "decode.0"
+    assert time.monotonic() - start < kit.LEASE_S + 3 and lost.fenced is not None
+    request = kit.ask("p")
+    (turn,) = kit.together(world.router().generate(request))
+    assert turn.server == "decode.1" and world.is_clean(request, turn)
+    lost.wait_ready(kit.PATIENCE_S)
+    assert world.pid(lost) != before and lost.fenced is not None, "it came back without weights"
+    assert world.publish().state == "PUBLISHED" and lost.fenced is None
+    turn = run(kit, lost, kit.ask("q"))
+    assert turn.versions.tolist() == [world.version] * 6
