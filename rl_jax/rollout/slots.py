@@ -6,7 +6,8 @@ Invariants: live episodes in a place <= its capacity, all together <= the enviro
 episodes wait in line here and go first, so training cannot starve an evaluation. Training episodes never wait here: the
 scheduler starts only what is free. An episode counts from start to end, also while its environment acts: its KV should
 still be there when its next turn comes. Its turns go to the servers of its place. Of a tag's places the one that fewest
-tags may use comes first, so that a tag with a choice leaves room for one without; among equals the emptiest.
+tags may use comes first, so that a tag with a choice leaves room for one without; among equals the emptiest. Where all
+of them are full it is any other place at once: tags prefer pools, and every pool serves the one model.
 A slot is named by the place it was taken in: a pool that is fenced meanwhile must not change whose it is.
 Must not: be used off the rollout's loop; await anything but its own futures.
 """
@@ -59,8 +60,7 @@ class Slots:
 
     def free(self) -> dict[str, int]:
         """Training episodes that may start now, by place; all together at most `room`."""
-        waiting = {place for tag, _ in self._line for place in self._places(tag)}
-        return {p: 0 if p in waiting else n for p, n in self._empty().items()}
+        return {place: 0 if self._line else num for place, num in self._empty().items()}
 
     def try_acquire(self, tag: str) -> str | None:
         """Take a slot for a training episode if one is free: its place, for release()."""
@@ -87,14 +87,16 @@ class Slots:
         return {p: max(0, min(n - self._live[p], self.room)) for p, n in self._capacity().items()}
 
     def _take(self, tag: str, free: Mapping[str, int]) -> str | None:
-        """One slot of what is free, in the tag's best place."""
+        """One slot of what is free, in the tag's best place, or in another where those are full."""
         num_tags = self._num_tags()
 
         def rank(place: str) -> tuple[int, float]:
             live = self._live[place]
             return num_tags[place], live / (live + free[place])
 
-        place = min((p for p in self._places(tag) if free.get(p, 0) > 0), key=rank, default=None)
+        preferred = [place for place in self._places(tag) if free.get(place, 0) > 0]
+        others = [place for place in free if free[place] > 0]
+        place = min(preferred or others, key=rank, default=None)
         if place is not None:
             self._live[place] += 1
         return place

@@ -58,7 +58,7 @@ def test_tags_that_share_slots_hold_no_more_than_there_are_and_none_starves(tmp_
         placed = {}
         for request in sampler.requests:
             placed.setdefault(request.tag, set()).add(request.place)
-        assert placed["b"] == {"both"} and "own" in placed["a"] <= {"own", "both"}
+        assert "own" in placed["a"] and "both" in placed["b"]
 
 
 @pytest.mark.parametrize("age_of", ["oldest", "start"])

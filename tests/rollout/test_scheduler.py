@@ -40,14 +40,18 @@ class Simulation:
         self.issued_by_tag = dict.fromkeys(tags, 0)
 
     def free(self):
-        """What Slots would say: each tag's live members fill its places in order."""
-        free = dict(self.slots)
+        """What Slots would say: each tag's live members fill its places in order, then any."""
+        free, elsewhere = dict(self.slots), 0
         for tag in sorted(self.tags, key=lambda tag: len(self.places[tag])):
             live = sum(len(g.running) for g in self.flying if g.tag == tag)
             for place in self.places[tag]:
                 taken = min(live, free[place])
                 free[place], live = free[place] - taken, live - taken
-            assert not live, "more live than there are slots"
+            elsewhere += live
+        for place in free:
+            taken = min(elsewhere, free[place])
+            free[place], elsewhere = free[place] - taken, elsewhere - taken
+        assert not elsewhere, "more live than there are slots"
         return free
 
     def view(self):
@@ -257,6 +261,25 @@ def test_slot_of_two_tags_is_given_to_one_of_them():
     assert actions == [Start(None, 4, "a"), Start(None, 1, "b")]
     limited = view(free=free, need_groups=4, places=places, room=3)
     assert policy.decide(state, limited, Tick())[1] == [Start(None, 3, "a")]
+
+
+def test_tag_whose_places_are_full_starts_elsewhere_what_nobody_who_prefers_it_wants():
+    policy = TrajectoryScheduler()
+    state = policy.init(SchedulerConfig(("a", "b"), 4, 0))
+    places = {"a": ("p",), "b": ("q",)}
+
+    def starts(free, **changes):
+        return policy.decide(state, view(free=free, places=places, **changes), Tick())[1]
+
+    # b's group takes its own place before a overflows into what is left of it; then a goes there in the same decision.
+    free = {"p": 0, "q": 6}
+    assert starts(free) == [Start(None, 4, "b"), Start(None, 2, "a")]
+    assert starts(free, held={"b": 1}) == [Start(None, 4, "a")]
+    missing = (flying("g", 2),)
+    assert starts({"p": 1, "q": 1}, held={"b": 1}, groups=missing) == [
+        Start("g", 1, "a"),
+        Start("g", 1, "a"),
+    ]
 
 
 def test_table_names_what_exists():

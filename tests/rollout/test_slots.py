@@ -20,8 +20,8 @@ def slots_of(capacity, max_live=10, places=None, tags=("a", "b", "own", "x")):
 def test_free_slots_are_limited_by_servers_and_by_environments():
     slots = slots_of({"": 4, "own": 2}, max_live=5)
     assert slots.free() == {"": 4, "own": 2}
+    assert [slots.try_acquire("x") for _ in range(3)] == ["", "", ""]
     assert [slots.try_acquire("own") for _ in range(3)] == ["own", "own", None]
-    assert [slots.try_acquire("x") for _ in range(4)] == ["", "", "", None]
     assert slots.free() == {"": 0, "own": 0}
     slots.release("own")
     assert slots.free() == {"": 1, "own": 1}
@@ -32,12 +32,12 @@ def test_free_slots_are_limited_by_servers_and_by_environments():
 
 def test_who_waits_in_line_goes_before_training():
     async def scenario():
-        slots = slots_of({"": 2, "own": 1})
+        slots = slots_of({"": 2})
         assert slots.try_acquire("a") == slots.try_acquire("a") == ""
         waiters = [asyncio.create_task(slots.acquire("b")) for _ in range(3)]
         await asyncio.sleep(0)
-        assert slots.free() == {"": 0, "own": 1}
         slots.release("")
+        assert slots.free() == {"": 0}
         assert slots.try_acquire("a") is None  # it belongs to the first in line
         await asyncio.wait_for(waiters[0], 1)
         waiters[1].cancel()
@@ -45,7 +45,7 @@ def test_who_waits_in_line_goes_before_training():
         slots.release("")
         await asyncio.wait_for(waiters[2], 1)
         slots.release(""), slots.release("")
-        assert slots.free() == {"": 2, "own": 1} and slots.num_live == 0
+        assert slots.free() == {"": 2} and slots.num_live == 0
 
     asyncio.run(scenario())
 
@@ -89,7 +89,17 @@ def test_tag_with_a_choice_leaves_room_for_one_without():
     assert [slots.try_acquire("a") for _ in range(3)] == ["own", "own", "both"]
     assert [slots.try_acquire("b") for _ in range(2)] == ["both", None]
     slots.release("own")
-    assert slots.try_acquire("b") is None and slots.try_acquire("a") == "own"
+    assert slots.try_acquire("a") == "own"
+
+
+def test_tag_whose_places_are_full_goes_elsewhere_at_once_and_comes_back_when_they_are_not():
+    slots = slots_of({"p": 2, "q": 1}, places={"a": ("p",), "b": ("q",)}, tags=("a", "b"))
+    assert [slots.try_acquire("a") for _ in range(4)] == ["p", "p", "q", None]
+    assert slots.try_acquire("b") is None
+    slots.release("p")
+    assert slots.try_acquire("b") == "p"
+    slots.release("q"), slots.release("p")
+    assert (slots.try_acquire("b"), slots.try_acquire("a")) == ("q", "p")
 
 
 def test_equal_places_fill_evenly():
@@ -102,9 +112,9 @@ def test_who_waits_takes_the_first_slot_of_any_of_its_places():
     async def scenario():
         slots = slots_of({"p": 1, "q": 1, "r": 1}, places={"a": ("p", "q"), "b": ("r",)})
         assert {slots.try_acquire("a"), slots.try_acquire("a")} == {"p", "q"}
+        assert slots.try_acquire("b") == "r"
         waiter = asyncio.create_task(slots.acquire("a"))
         await asyncio.sleep(0)
-        assert slots.free() == {"p": 0, "q": 0, "r": 1} and slots.try_acquire("b") == "r"
         slots.release("q")
         assert await asyncio.wait_for(waiter, 1) == "q"
 

@@ -10,6 +10,8 @@ Invariants, for each of the n tags (a batch holds need / n groups of each):
   oldest token, or of the episode that started first: rollout.age_of; the View has it) can never be consumed
   legally any more and is dropped at once. Admission alone does not give the bound: a slow episode may see many steps.
 - members first: a slot goes to a missing member of the oldest group before it goes to a new group, so no group starves.
+- own places first: what the places that tags prefer have free is given out before any tag gets a slot elsewhere, which
+  it does at once where its own are full and nobody who prefers that slot wants it.
 - fair tags: a new group goes to the tag with the fewest groups issued and not consumed.
 The number of groups issued is read from the View (the data), never counted here: a restart cannot admit too many.
 Source: RollArt, arXiv:2512.22560 (trajectory-level rollout, bound alpha evicted during the iteration); AReaL
@@ -52,11 +54,6 @@ class TrajectoryScheduler:
                 drops.append(Drop(group.group, STALE))
         free = _Free(view)
         starts = []
-        for group in sorted(kept, key=lambda g: g.issued_s):  # stable: ties in the order of issue
-            members = min(group.want - group.started, free.of(group.tag))
-            if members > 0 and not group.deferred:
-                free.use(group.tag, members)
-                starts.append(Start(group.group, members, group.tag))
         issued = {tag: view.held.get(tag, 0) for tag in state.tags}
         for group in kept:
             issued[group.tag] = issued.get(group.tag, 0) + 1
@@ -69,12 +66,22 @@ class TrajectoryScheduler:
             num = len(state.tags)
             return admissible(num * issued[tag], bound, need) >= num
 
-        while open_tags := [t for t in state.tags if may_start(t) and free.of(t) > 0]:
-            tag = min(open_tags, key=lambda t: (issued[t], state.tags.index(t)))
-            members = min(state.group_size, free.of(tag))
-            free.use(tag, members)
-            issued[tag] += 1
-            starts.append(Start(None, members, tag))
+        missing = {group.group: group.want - group.started for group in kept}
+        for free.is_anywhere in (False, True):
+            for group in sorted(
+                kept, key=lambda g: g.issued_s
+            ):  # stable: ties in the order of issue
+                members = min(missing[group.group], free.of(group.tag))
+                if members > 0 and not group.deferred:
+                    free.use(group.tag, members)
+                    missing[group.group] -= members
+                    starts.append(Start(group.group, members, group.tag))
+            while open_tags := [t for t in state.tags if may_start(t) and free.of(t) > 0]:
+                tag = min(open_tags, key=lambda t: (issued[t], state.tags.index(t)))
+                members = min(state.group_size, free.of(tag))
+                free.use(tag, members)
+                issued[tag] += 1
+                starts.append(Start(None, members, tag))
         return state, [*drops, *starts]
 
 
@@ -85,6 +92,7 @@ class _Free:
         self._free = {place: max(0, num) for place, num in view.free.items()}
         self._room = sum(self._free.values()) if view.room is None else view.room
         self._places = view.places
+        self.is_anywhere = False  # places that a tag does not prefer count, too
 
     def of(self, tag: str) -> int:
         return min(self._room, sum(self._free.get(place, 0) for place in self._of(tag)))
@@ -97,4 +105,6 @@ class _Free:
             num -= taken
 
     def _of(self, tag: str) -> tuple[str, ...]:
+        if self.is_anywhere:
+            return tuple(self._free)
         return self._places.get(tag) or ((tag,) if tag in self._free else ("",))
