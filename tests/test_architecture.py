@@ -54,6 +54,7 @@ ROWS = {
 # Files and folders of rl_jax/ whose part has another name than theirs.
 PART = {
     "types": "records",
+    "clock": "records",
     "disk": "records",
     "lowering": "records",
     "settings": "records",
@@ -111,7 +112,8 @@ ONLY_IN = {
 
 # Checked before jax is loaded, or run in processes that never load it.
 NO_JAX = (
-    "rl_jax/__init__.py", "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/schema.py", "rl_jax/config.py",
+    "rl_jax/__init__.py", "rl_jax/clock.py",
+    "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/schema.py", "rl_jax/config.py",
     "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",
     "rl_jax/run_dir.py", "rl_jax/console.py", "rl_jax/disk.py", "rl_jax/metrics.py", "rl_jax/progress.py",
     "rl_jax/live_view.py",

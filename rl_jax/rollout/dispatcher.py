@@ -19,12 +19,12 @@ Must not: block, decide when anything starts, or know how an episode is played.
 """
 
 import asyncio
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rl_jax.clock import now_s
 from rl_jax.ledger import EpisodeRef
 from rl_jax.rollout.buffer import SampleBuffer, ref_of
 from rl_jax.rollout.curriculum import ANY
@@ -134,7 +134,7 @@ class Dispatcher:
         oldest = [group.oldest_version for group in groups]
         oldest.append(self.buffer.oldest_version(self.version))
         return View(
-            now_s=time.monotonic(),
+            now_s=now_s(),
             version=self.version,
             step=self._step,
             need_groups=self._need,
@@ -217,7 +217,7 @@ class Dispatcher:
                 f"the task stream issued {uid} twice; (epoch, index) must be unique over tags"
             )
         size, age_of = self.settings.group_size, self.settings.age_of
-        group = LiveGroup(uid, issued, size, time.monotonic(), tag, age_of)
+        group = LiveGroup(uid, issued, size, now_s(), tag, age_of)
         self._groups[uid] = group
         return group
 
@@ -352,11 +352,11 @@ class Dispatcher:
 
     def _note_idle(self) -> None:
         """Count the time in which batches were wanted and nothing ran."""
-        now_s = time.monotonic()
+        at_s = now_s()
         if self._idle_since_s is not None:
-            self.wait_for_policy_s += now_s - self._idle_since_s
+            self.wait_for_policy_s += at_s - self._idle_since_s
         is_idle = self._need > 0 and not any(g.members for g in self._groups.values())
-        self._idle_since_s = now_s if is_idle and not self._has_all() else None
+        self._idle_since_s = at_s if is_idle and not self._has_all() else None
 
     def _batches_left(self) -> int | None:
         return None if self._last_step is None else max(0, self._last_step - self.version)

@@ -23,7 +23,6 @@ Must not: score, retry an episode, or know of groups.
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_jax.clock import now_s
 from rl_jax.ledger import EpisodeRef
 from rl_jax.rollout.assembly import ClosedEpisode, assemble, check_turn, merge_turns
 from rl_jax.rollout.worker import EnvError, EnvHandle
@@ -143,7 +143,7 @@ class Episode:
         self.outcome: Outcome | None = None  # None while it runs
         self.truncated_by: str | None = None
         self.failure: Failure | None = None
-        self.issued_s = time.monotonic()
+        self.issued_s = now_s()
         self.phase, self.since_s = "queued", self.issued_s
         self._deadline_s = 0.0  # monotonic; set when it begins
         self._context = np.empty(256, np.int32)
@@ -172,11 +172,11 @@ class Episode:
 
     def begin(self) -> None:
         """The episode timeout counts from now on."""
-        self._deadline_s = time.monotonic() + self.rules.episode_timeout_s
+        self._deadline_s = now_s() + self.rules.episode_timeout_s
 
     def enter(self, phase: str) -> None:
         """Note what is waited for from now on (for the status line)."""
-        self.phase, self.since_s = phase, time.monotonic()
+        self.phase, self.since_s = phase, now_s()
 
     def left(self, kept: int) -> int:
         """Tokens that a turn may still sample after `kept`."""
@@ -211,7 +211,7 @@ class Episode:
         return view
 
     def time_left_s(self) -> float:
-        return self._deadline_s - time.monotonic()
+        return self._deadline_s - now_s()
 
     def end(self, outcome: Outcome, cause: str | None = None) -> None:
         self.outcome, self.truncated_by = outcome, cause

@@ -10,10 +10,10 @@ uid = run/eval-name-version/i/0. Must not: run off the rollout's loop.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from rl_jax.clock import now_s
 from rl_jax.ledger import EpisodeRef
 from rl_jax.rollout.buffer import ref_of
 from rl_jax.rollout.episode import EpisodeRules
@@ -89,7 +89,7 @@ class Evaluation:
         """Raises EvaluationFailed if no task at all got a score within sampling.timeout_s, ValueError without tasks."""
         if not tasks:
             raise ValueError(f"evaluation {name} has no tasks")
-        start_s = time.monotonic()
+        start_s = now_s()
         rules = replace(
             self.rules,
             temperature=sampling.temperature,
@@ -127,7 +127,7 @@ class Evaluation:
         if not scored:
             raise self._failed(name, len(tasks), num_late, sampling.timeout_s)
         mixed = sum(bool((t.versions[t.loss_mask] != version).any()) for t in scored)
-        seconds = time.monotonic() - start_s
+        seconds = now_s() - start_s
         return EvalResult(name, version, scored, len(tasks) - len(scored), mixed, seconds)
 
     def _failed(self, name: str, num: int, num_late: int, timeout_s: float) -> EvaluationFailed:

@@ -13,7 +13,6 @@ Must not: know groups, slots or the scheduler; run off the rollout's loop.
 import asyncio
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rl_jax.clock import now_s
 from rl_jax.ledger import EpisodeFacts, EpisodeRef, Ledger
 from rl_jax.rollout.assembly import ClosedEpisode, assemble
 from rl_jax.rollout.episode import Episode, EpisodeRules, EpisodeTools, run_episode
@@ -141,7 +141,7 @@ class Player:
         if last.charged_to != "infra" or last.kind == "env_lost":
             return
         if not self._in_a_row:
-            self._row_began_s = time.monotonic()
+            self._row_began_s = now_s()
         elif issued_s < self._row_began_s:
             return
         self._in_a_row[failure_reason(last)] += 1

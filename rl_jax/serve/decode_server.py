@@ -21,7 +21,6 @@ loop sleeps until a command or a deadline comes.
 Must not: hold a lock while it computes; know text, environments, or of other servers more than where a prefix goes.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +29,7 @@ import jax
 import numpy as np
 
 from kernels.kv import NO_PAGE
+from rl_jax.clock import now_s
 from rl_jax.engine.chunks import pack
 from rl_jax.engine.state import FINISH_REASONS, RUNNING
 from rl_jax.serve import commands
@@ -63,9 +63,10 @@ class DecodeServer:
         tags: Sequence[str] = (),
         hardware: str = "",
         template_sha256: str = "",
+        loop: type[Loop] = Loop,
     ):
         """engine: types.Engine with mesh, param_shardings, settings, spec, zero_params, pack, compile_steps.
-        template_sha256: of the Renderer that it is started for.
+        template_sha256: of the Renderer that it is started for. loop: what runs it.
 
         Starts without weights.
         """
@@ -80,7 +81,7 @@ class DecodeServer:
         )
         self._events = EventStream(self._table.consume)
         self._staged = StagedWeights(name, engine.param_shardings, engine.pack)
-        self._loop = Loop(
+        self._loop = loop(
             name,
             settings.stop_deadline_s,
             prepare=self._prepare,
@@ -127,7 +128,7 @@ class DecodeServer:
         on_done gets the Turn or a TurnError exactly once, on the server's thread (on the caller's
         if the server is closed or fenced); it must return at once.
         """
-        add = Add(request, prefix, on_done, time.monotonic())
+        add = Add(request, prefix, on_done, now_s())
         if self._loop.fenced is None:
             self._loop.put(add)
         else:
@@ -143,7 +144,7 @@ class DecodeServer:
         job = PrefixJob(self.name, target, start, on_prefix)
         # The turn itself may come here too, when its server is lost: no attempt is negative.
         ask = replace(request, attempt=-1 - request.attempt, max_new_tokens=1, token_index=0)
-        add = Add(ask, None, job.done, time.monotonic(), job)
+        add = Add(ask, None, job.done, now_s(), job)
         if self._loop.fenced is None:
             self._loop.put(add)
         else:
@@ -185,7 +186,7 @@ class DecodeServer:
         """Seconds for which the longest-waiting request of the role (prefill: a prefix for another server; decode: a
         turn) has been in the line for a slot and pages.
         """
-        return self._table.longest_wait_s(role == "prefill", time.monotonic())
+        return self._table.longest_wait_s(role == "prefill", now_s())
 
     @property
     def num_running(self) -> int:
@@ -283,7 +284,7 @@ class DecodeServer:
         """How long to wait for a command: not at all while there is work."""
         if self._can_serve and self._table.has_work:
             return 0.0
-        return max(0.0, min(IDLE_S, self._table.next_deadline_s - time.monotonic()))
+        return max(0.0, min(IDLE_S, self._table.next_deadline_s - now_s()))
 
     @property
     def _can_serve(self) -> bool:
@@ -291,9 +292,9 @@ class DecodeServer:
         return is_able and not self._is_paused and self._loop.fenced is None
 
     def _step(self, new: Sequence[Command]) -> None:
-        start, waited = time.perf_counter(), self._times["block_s"] + self._times["chunk_s"]
+        start, waited = now_s(), self._times["block_s"] + self._times["chunk_s"]
         table = self._table
-        table.now_s = time.monotonic()
+        table.now_s = now_s()
         for command in new:
             self._obey(command)
         for turn in table.overdue():
@@ -309,7 +310,7 @@ class DecodeServer:
         if self._drains and not table.turns:
             self._drained(True)
         waited = self._times["block_s"] + self._times["chunk_s"] - waited
-        self._times["host_s"] += time.perf_counter() - start - waited
+        self._times["host_s"] += now_s() - start - waited
 
     def _copy(self) -> None:
         """Pages that admitted turns share in part, before anybody writes to them."""
@@ -321,15 +322,15 @@ class DecodeServer:
         if not turns:
             return
         self._loop.doing = f"extending {len(turns)} histories"
-        start = time.perf_counter()
+        start = now_s()
         chunk = pack(pieces, self.engine.settings.chunk_sizes)
         tables = self._paging.tables[np.array([turn.session.slot for turn in turns])]
         self._state = self.engine.append(self._params, self._state, tables, chunk)
-        self._times["chunk_s"] += time.perf_counter() - start
+        self._times["chunk_s"] += now_s() - start
         num_tokens = sum(len(piece.tokens) for piece in pieces)
         if any(turn.job is not None for turn in turns):  # no block may follow that would pace it
             jax.block_until_ready(self._state)
-            self._prefix_rate.add(num_tokens, time.perf_counter() - start)
+            self._prefix_rate.add(num_tokens, now_s() - start)
         self._append_rate.chunk(num_tokens, start)
         self._table.filled(turns, pieces, self.version)
         self._chunks_in_row += 1
@@ -339,9 +340,9 @@ class DecodeServer:
         """Move prefixes for other servers that are complete."""
         for batch in batches(self._table.take_whole(), self.engine.move_buckets[-1]):
             self._loop.doing = f"moving {len(batch)} prefixes to {batch[0].target.name}"
-            start = time.monotonic()
+            start = now_s()
             prefixes = send(self.engine, self._state, batch, self.version)
-            took_s = time.monotonic() - start
+            took_s = now_s() - start
             num_tokens = sum(len(one.tokens) - one.start for one in batch)
             self._move_rate.add(num_tokens, took_s)
             self._times["transfer_s"] += took_s
@@ -406,16 +407,16 @@ class DecodeServer:
             self._append_rate.forget()
             return
         self._loop.doing = f"generating for {self._table.num_running} requests"
-        start = time.perf_counter()
+        start = now_s()
         is_running = self._table.log.is_running[:, None]
         tables = np.where(is_running, self._paging.tables, np.int32(NO_PAGE))
         self._state, block = self.engine.generate(self._params, self._state, tables)
         block = fetched(block)
-        end = time.perf_counter()
+        end = now_s()
         self._append_rate.block(start, end)
         self._times["block_s"] += end - start
         self._table.count_block()
-        self._table.now_s = time.monotonic()
+        self._table.now_s = now_s()
         self._deliver(block)
         self._loop.num_done += 1
 
@@ -482,7 +483,7 @@ class DecodeServer:
             self._state = self.engine.free(self._state, np.array(slots, np.int32))
 
     def _commit(self, commit: Commit) -> None:
-        start = time.monotonic()
+        start = now_s()
         staged = self._staged.claim(commit)
         if staged is None:
             return
@@ -494,7 +495,7 @@ class DecodeServer:
         self._loop.fence(None)
         self._events.write(Swapped(version, commit.sync_id, commit.kv))
         blocks = int(self._table.counters["blocks"])
-        ack = Ack(self.name, version, blocks, time.monotonic() - start)
+        ack = Ack(self.name, version, blocks, now_s() - start)
         self._staged.acknowledge(commit, ack, retired)
         self._loop.num_done += 1
 

@@ -120,15 +120,18 @@ class Loop:
                 self._step(commands)
             self._fail(self.error())
         except BaseException as error:  # the server's boundary: everyone who waits must learn of it
-            log.exception("%s died while %s", self.server, self.doing)
-            self.fenced = f"its thread died while {self.doing}: {type(error).__name__}: {error}"
-            self.is_dead = True
-            left = self._inbox.close()
-            self._fail(self.error())
-            for command in left:
-                self._refuse(command, self.error())
+            self._die(error)
         finally:
             self._ready.set()
+
+    def _die(self, error: BaseException) -> None:
+        log.error("%s died while %s", self.server, self.doing, exc_info=error)
+        self.fenced = f"its thread died while {self.doing}: {type(error).__name__}: {error}"
+        self.is_dead = True
+        left = self._inbox.close()
+        self._fail(self.error())
+        for command in left:
+            self._refuse(command, self.error())
 
 
 def answer(on_done: Callable[..., None], *result: Any) -> bool:

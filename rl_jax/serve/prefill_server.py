@@ -16,7 +16,6 @@ first; a thread that dies fails what it holds and fences the server.
 Must not: block on a decode server.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rl_jax.clock import now_s
 from rl_jax.engine.chunks import Piece, choose, pack
 from rl_jax.engine.prefix_tree import Origin
 from rl_jax.serve.commands import Abort, Commit, Fence, OnPrefix
@@ -81,14 +81,15 @@ class PrefillServer:
         tags: Sequence[str] = (),
         hardware: str = "",
         template_sha256: str = "",
+        loop: type[Loop] = Loop,
     ):
-        """template_sha256: of the Renderer that it is started for."""
+        """template_sha256: of the Renderer that it is started for. loop: what runs it."""
         self.template_sha256 = template_sha256
         self.name, self.pool, self.engine, self.settings = name, pool, engine, settings
         self.tags, self.hardware = tuple(tags), hardware
         self.version = -1
         self._staged = StagedWeights(name, engine.param_shardings, engine.pack)
-        self._loop = Loop(
+        self._loop = loop(
             name,
             settings.stop_deadline_s,
             prepare=self._prepare,
@@ -134,7 +135,7 @@ class PrefillServer:
         on_prefix gets the Prefix or a TurnError, and the seconds of queue, prefill and transfer,
         exactly once, on this server's thread (on the caller's if the server is closed or fenced).
         """
-        now = time.monotonic()
+        now = now_s()
         tokens = np.asarray(request.tokens[:-1], np.int32)
         page_size = self.engine.spec.page_size
         job = Job(
@@ -216,7 +217,7 @@ class PrefillServer:
         if self._can_serve and (self._may_begin or self._begun()):
             return 0.0
         nearest = min((job.deadline_s for job in self._jobs), default=float("inf"))
-        return max(0.0, min(IDLE_S, nearest - time.monotonic()))
+        return max(0.0, min(IDLE_S, nearest - now_s()))
 
     @property
     def _can_serve(self) -> bool:
@@ -291,7 +292,7 @@ class PrefillServer:
         if admitted is None:
             return False
         job.row = self._free_rows.pop()
-        job.started_s = job.started_s or time.monotonic()
+        job.started_s = job.started_s or now_s()
         job.num_done = job.num_found = admitted.num_tokens
         self._counters["found_tokens"] += admitted.num_tokens
         for page in job.chain[admitted.num_tokens // self.engine.spec.page_size :]:
@@ -314,7 +315,7 @@ class PrefillServer:
 
     def _compute(self, waiting: list[Job]) -> None:
         """One chunk; those whose prefix is whole are handed over."""
-        start = time.monotonic()
+        start = now_s()
         sizes, most = self.engine.settings.chunk_sizes, self.engine.settings.chunk_requests
         needs = [(job.num_done, job.missing) for job in waiting]
         chosen = choose(needs, sizes[-1], most, fresh_apart=self.engine.packs_fresh)
@@ -325,7 +326,7 @@ class PrefillServer:
         tables = self._paging.tables[np.array([job.row for job in jobs])]
         self._state = self.engine.append(self._params, self._state, tables, pack(pieces, sizes))
         jax.block_until_ready(self._state)  # paces the queue, and makes the times true
-        end = time.monotonic()
+        end = now_s()
         self._counters["chunks"] += 1
         self._counters["prompt_chunks"] += 1
         self._counters["chunk_prompts"] += len(self._jobs)
@@ -349,9 +350,9 @@ class PrefillServer:
             self._move(batch)
 
     def _move(self, batch: Sequence[Outgoing]) -> None:
-        start = time.monotonic()
+        start = now_s()
         prefixes = send(self.engine, self._state, batch, self.version)
-        end = time.monotonic()
+        end = now_s()
         self._counters["transfer_s"] += end - start
         num_tokens = sum(len(one.tokens) - one.start for one in batch)
         self._move_rate.add(num_tokens, end - start)
@@ -403,7 +404,7 @@ class PrefillServer:
         self._may_begin = True
 
     def _commit(self, commit: Commit) -> None:
-        start = time.monotonic()
+        start = now_s()
         staged = self._staged.claim(commit)
         if staged is None:
             return
@@ -418,13 +419,13 @@ class PrefillServer:
             self._leave(job)
         self._counters["swaps"] += 1
         chunks = int(self._counters["chunks"])
-        ack = Ack(self.name, self.version, chunks, time.monotonic() - start)
+        ack = Ack(self.name, self.version, chunks, now_s() - start)
         self._staged.acknowledge(commit, ack, retired)
 
     # --- ending jobs ------------------------------------------------------------------------
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now = now_s()
         for job in [job for job in self._jobs if job.deadline_s <= now]:
             detail = f"{job.request.key} passed its deadline before its prefix was computed"
             self._counters["deadlines"] += 1

@@ -4,9 +4,10 @@ loop.
 Owns: which decode server each live session is on. Runs on the asyncio thread and makes no JAX call;
 servers answer from their threads through `call_soon_threadsafe`. Life of a turn:
 1. Its session stays on the decode server that holds its history; a new session goes to the pool
-   that its slot was taken in, without one to the preferred pools of its tag (MeshPlan.pools_for),
-   there to the server that was sent the same context before, unless that has AFFINITY_SLACK of its
-   slots more live sessions than another, else to the one with the fewest live sessions.
+   that its slot was taken in, without one to the preferred pools of its tag (MeshPlan.pools_for), where
+   all slots of these are held to any pool with a free one; there to the server that was sent the same
+   context before, unless that has AFFINITY_SLACK of its slots more live sessions than another, else to
+   the one with the fewest live sessions.
 2. Where prefill servers exist, and the decode server holds no KV for the session that this version may
    read or the suffix behind it is longer than engine.append_limit (or costs more there), a prefill server
    gets the whole context, computes what its own prefix tree lacks, and hands over the pages that the
@@ -26,7 +27,6 @@ Must not: retry a turn (the episode does, once), or wait in abort and release.
 
 import asyncio
 import logging
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_jax.clock import now_s
 from rl_jax.serve.balance import Balance
 from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.liveness import Liveness, interval_s
@@ -135,7 +136,7 @@ class Router:
 
     async def generate(self, request: TurnRequest) -> Turn:
         """One turn. Raises: TurnError."""
-        deadline = time.monotonic() + request.deadline_s
+        deadline = now_s() + request.deadline_s
         placed, moved = self._place(request)
         flight = Flight(request, placed.server)
         self._flights.setdefault(request.uid, []).append(flight)
@@ -211,14 +212,16 @@ class Router:
         if placed is not None and placed.server.fenced is None:
             return placed, False
         live = self._homes_now()
+        held = self._live_sessions()
+        load = {s.name: held[s.name] / s.engine.settings.slots for s in live}
         choices = [server for server in live if server.pool == request.place]
         choices = choices or self._choices(request.tag, live)
+        if min((load[s.name] for s in choices), default=0.0) >= 1 and request.place == "":
+            choices = [s for s in live if load[s.name] < 1] or choices  # its pools are full
         if not choices:
             why = "; ".join(f"{s.name}: {s.fenced}" for s in self._roles.holders)
             raise TurnError("closed", "router", f"no decode server is live: {why}")
-        held = self._live_sessions()
-        load = {s.name: held[s.name] / s.engine.settings.slots for s in choices}
-        least = min(load.values())
+        least = min(load[server.name] for server in choices)
         before = self._homes.get(context := context_hash(request))
         server = min(
             choices,
@@ -296,7 +299,7 @@ class Router:
         flight.prefill = server = line.server
         submit = server.submit if server.kind == "prefill" else server.submit_prefix
         missing, result = line.send(context), None
-        ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
+        ask = replace(request, deadline_s=max(0.0, deadline - now_s()))
         try:
             result, times_s = await self._call(
                 lambda answer: submit(ask, flight.decode, lambda *result: answer(result), held),
@@ -321,7 +324,7 @@ class Router:
 
     async def _decode_turn(self, flight: Flight, prefix: Prefix | None, deadline: float) -> Turn:
         request, server = flight.request, flight.decode
-        ask = replace(request, deadline_s=max(0.0, deadline - time.monotonic()))
+        ask = replace(request, deadline_s=max(0.0, deadline - now_s()))
 
         def send(answer: Callable[[Any], None]) -> None:
             server.submit(ask, prefix, answer)
@@ -369,7 +372,7 @@ class Router:
     async def _within(self, future: asyncio.Future, deadline: float, what: str) -> Any:
         """Its result. Raises: TurnError deadline."""
         try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            async with asyncio.timeout(max(0.0, deadline - now_s())):
                 return await future
         except TimeoutError:
             self._counters["deadlines"] += 1
@@ -387,13 +390,13 @@ class Router:
     def _look(self) -> None:
         """Fence servers that stand still, and end what waits for them; see who waits for what."""
         self._looks_in = None
-        now_s = time.monotonic()
+        looked_s = now_s()
         for server in self._servers:
             awaited = self._awaited[server.name]
             why = None
             if awaited:
                 self._look_later()
-                why = self._liveness.look(server.name, server.progress(), server.settings, now_s)
+                why = self._liveness.look(server.name, server.progress(), server.settings, looked_s)
             if not awaited or why is not None:
                 self._liveness.forget(server.name)
             if why is not None:

@@ -109,6 +109,23 @@ def test_tags_go_to_their_pool_and_capacity_says_how_many(kit):
     assert run(play(router, kit, "c", tag="hot"))[0][0].pool == "decode"
 
 
+def test_session_goes_to_its_tags_pool_while_that_has_a_slot_and_elsewhere_at_once_where_not(kit):
+    plain = kit.decode(name="decode.0")
+    hot = kit.decode(name="fast.0", pool="fast", tags=("hot",), slots=2)
+    router = Router([plain.server, hot.server], [], PLAN)
+
+    async def pool_of(uid):
+        request = kit.request(uid, tag="hot", max_new_tokens=1)
+        return (await router.generate(request)).pool
+
+    async def main():
+        pools = [await pool_of(f"e{i}") for i in range(3)]
+        router.release("e0#0")
+        return [*pools, await pool_of("e4")]
+
+    assert run(main()) == ["fast", "fast", "decode", "fast"]
+
+
 def test_slots_of_a_pool_with_two_tags_are_counted_once_and_a_place_is_kept_to(kit):
     own = kit.decode(name="own.0", pool="own", tags=("a",))
     both = kit.decode(name="both.0", pool="both", tags=("a", "b"))

@@ -1,0 +1,134 @@
+"""A rollout on a virtual clock: rollout's own dispatcher, player, slots, buffer and policy, and a driver's order.
+
+It is rollout.Rollout without its thread: what that posts to its loop is called here, on the loop of the simulation.
+Life of a step, as in driver.py: want -> take (by looking, since nothing may block) -> the learner's seconds -> consumed
+-> published. A version that is published is not committed to servers unless `commit` is given.
+Invariants: the ledger's law holds at the end of every step, as in a run; an error of a callback ends the next take.
+Must not: decide anything.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rl_jax.ledger import Ledger
+from rl_jax.rollout.buffer import SampleBuffer
+from rl_jax.rollout.dispatcher import Dispatcher
+from rl_jax.rollout.episode import EpisodeRules, EpisodeTools
+from rl_jax.rollout.player import Player
+from rl_jax.rollout.reward_service import RewardService
+from rl_jax.rollout.scheduler.trajectory import TrajectoryScheduler
+from rl_jax.rollout.slots import Slots
+from rl_jax.settings import RewardSettings, RolloutSettings
+from rl_jax.simulate.workload import (
+    LengthRenderer,
+    ScriptedLengths,
+    ScriptedPool,
+    TaskShape,
+    stream_of,
+)
+from rl_jax.types import Group, Sampler, SchedulerPolicy, Tick
+
+RUN_ID = "simulated"
+TICK_S = 1.0  # as rollout.Rollout
+LOOK_S = 0.05  # how late a take may be
+NUM_TASKS = 10_000  # of each tag: none comes twice
+DEADLINE_S = 1e6  # of a turn and an episode: a simulation asks how long things take
+
+
+class SimulatedRollout:
+    """Made and used inside a simulation (clock.run). `directory`: for the ledger."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        shapes: Sequence[TaskShape],
+        settings: RolloutSettings,
+        directory: Path,
+        *,
+        context: int,
+        seed: int = 0,
+        policy: SchedulerPolicy | None = None,
+    ):
+        """sampler: the servers' router. context: tokens of one history. policy: TrajectoryScheduler unless given."""
+        loop, tags = asyncio.get_running_loop(), tuple(shape.tag for shape in shapes)
+        settings = replace(settings, episode_timeout_s=DEADLINE_S)
+        self.settings, self.counts = settings, Counter()
+        self._error: BaseException | None = None
+        self.ledger = Ledger(directory / "ledger.jsonl", RUN_ID)
+        self.buffer = SampleBuffer(settings, self.ledger, tags, clock=loop.time)
+        scripted = ScriptedLengths(sampler, shapes, seed)
+        pool, renderer = ScriptedPool(shapes, seed), LengthRenderer()
+        tools = EpisodeTools(scripted, pool.open, lambda env: None, renderer, self._count)
+        rewards = RewardService(pool, RewardSettings())
+        player = Player(tools, rewards, self.ledger, seed, settings.max_env_failures, self._fail)
+        workers = settings.env_workers * settings.envs_per_worker
+        self.dispatcher = Dispatcher(
+            player,
+            stream_of(shapes, NUM_TASKS, seed),
+            self.buffer,
+            policy or TrajectoryScheduler(),
+            Slots(scripted.capacity, scripted.places, tags, workers),
+            settings,
+            EpisodeRules.of(settings, context, DEADLINE_S),
+            RUN_ID,
+            tags,
+            self._fail,
+        )
+        self._ticker = loop.create_task(self._tick())
+
+    async def steps(
+        self,
+        num_steps: int,
+        train_s: float = 0.0,
+        commit: Callable[[int], None] = lambda version: None,
+    ) -> list[tuple[float, list[Group]]]:
+        """Run so many steps from the first. Returns: of each, how long after the begin its batch was
+        taken, and the batch.
+        """
+        taken, loop = [], asyncio.get_running_loop()
+        begin_s = loop.time()
+        self.dispatcher.published(0)
+        for step in range(1, num_steps + 1):
+            self.dispatcher.want(step, self.settings.batch_groups, num_steps)
+            groups = await self._take(step)
+            taken.append((loop.time() - begin_s, groups))
+            await asyncio.sleep(train_s)
+            self.buffer.consumed(step, groups)
+            commit(step)
+            self.dispatcher.published(step)
+            num_open = self.dispatcher.num_open_episodes() + self.buffer.num_open_episodes()
+            self.ledger.check(num_open)
+        return taken
+
+    async def close(self) -> None:
+        """What still runs is cancelled, with a record."""
+        self._ticker.cancel()
+        runners = self.dispatcher.stop("run_end")
+        await asyncio.gather(*runners, return_exceptions=True)
+        self.buffer.clear("run_end")
+        self.ledger.close()
+
+    async def _take(self, step: int) -> list[Group]:
+        share = self.buffer.share
+        while True:
+            if self._error is not None:
+                raise self._error
+            taken = Counter(self.buffer.held())
+            if all(taken[tag] >= share for tag in self.buffer.tags):
+                return self.buffer.take(step, timeout_s=0.0)
+            await asyncio.sleep(LOOK_S)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.dispatcher.handle(Tick())
+
+    def _count(self, name: str) -> None:
+        self.counts[name] += 1
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self.dispatcher.halt()

@@ -1,0 +1,73 @@
+"""Servers of a MeshPlan on a virtual clock, each of the hardware class that its pool names, and the Router over them.
+
+Invariants: the servers are those of serve/, started, with version 0 committed; each is one device of its class, with as
+many pages of KV as its memory has beside the weights, and at most as many slots as histories of half the context fit.
+Must not: choose anything.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rl_jax.mesh import MeshPlan
+from rl_jax.serve import DecodeServer, PrefillServer, Router
+from rl_jax.settings import EngineSettings, ServeSettings
+from rl_jax.simulate.clock import VirtualLoop
+from rl_jax.simulate.cost_engine import CostEngine
+from rl_jax.simulate.costs import HARDWARE, Costs, Hardware, ModelShape
+from rl_jax.simulate.stepped_loop import SteppedLoop
+
+
+class Servers:
+    """Close it before the loop ends."""
+
+    def __init__(
+        self,
+        plan: MeshPlan,
+        model: ModelShape,
+        engine: EngineSettings,
+        serve: ServeSettings,
+        hardware: Mapping[str, Hardware] = HARDWARE,
+    ):
+        """Inside a simulation (clock.run). hardware: by the name that pools give.
+
+        Raises: RuntimeError elsewhere; ValueError for a pool of a class that is not known.
+        """
+        clock = asyncio.get_running_loop()
+        if not isinstance(clock, VirtualLoop):
+            raise RuntimeError("servers are simulated on a VirtualLoop; see simulate.clock.run")
+        self.decode: list[DecodeServer] = []
+        self.prefill: list[PrefillServer] = []
+        for server in plan.servers:
+            if server.hardware not in hardware:
+                raise ValueError(
+                    f"pool {server.pool}: hardware={server.hardware!r} is unknown; use one of {', '.join(hardware)}"
+                )
+            costs = Costs(hardware[server.hardware], model)
+            num_pages = costs.num_pages(engine.page_tokens)
+            slots = min(engine.slots, 2 * num_pages // engine.table_pages)
+            settings = replace(engine, num_pages=num_pages, slots=slots)
+            kind = PrefillServer if server.kind == "prefill" else DecodeServer
+            made = kind(
+                server.name,
+                server.pool,
+                CostEngine(settings, costs, clock),
+                serve,
+                tags=server.tags,
+                hardware=server.hardware,
+                loop=SteppedLoop,
+            )
+            (self.prefill if kind is PrefillServer else self.decode).append(made)
+            made.start()
+        self.commit(0)
+        self.router = Router(self.decode, self.prefill, plan)
+
+    def commit(self, version: int, kv: str = "recompute") -> None:
+        """All servers use this version from their next iteration on."""
+        for server in (*self.prefill, *self.decode):
+            server.stage(f"v{version}", version, 0, {})
+            server.commit(f"v{version}", kv, server.settings.stop_deadline_s)
+
+    def close(self) -> None:
+        for server in (*self.prefill, *self.decode):
+            server.close()
