@@ -31,10 +31,11 @@ from rl_jax.role_source import needed_roles
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.serve.roles import AHEAD
 from rl_jax.settings import AlgorithmSettings, Settings
+from rl_jax.weights.sync import IN_FLIGHT
 
 ADAM_MOMENTS = 2
 LINE_WIDTH = 120
-POOL_COLUMNS = ("pool", "total", "weights", "train", "kv")
+POOL_COLUMNS = ("pool", "total", "weights", "train", "kv", "sync")
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def plan_record(
 def plan_lines(record: Mapping[str, Any], setting: Setting) -> list[str]:
     """The record as a person reads it, below the mesh plan's own table."""
     num_servers = len(setting.plan.servers)
-    head = ("pool", "device bytes", "weights", "optimizer + gradients", "KV")
+    head = ("pool", "device bytes", "weights", "optimizer + gradients", "KV", "weight sync")
     lines = [_table(head, [tuple(row.values()) for row in record["memory"]])]
     lines.append(
         f"model: {record['num_weights']:,} weights; a sync moves {record['sync_bytes'] // max(num_servers, 1):,} bytes"
@@ -135,32 +136,35 @@ def algorithm_line(settings: AlgorithmSettings) -> str:
 
 def memory_rows(
     plan: MeshPlan, model: Model, settings: Settings
-) -> list[tuple[str, int, int, int, int]]:
-    """(server or train pool, bytes of one device, weights, optimizer + gradients, KV), from abstract shapes alone.
+) -> list[tuple[str, int, int, int, int, int]]:
+    """(server or train pool, bytes of one device, weights, optimizer + gradients, KV, a sync), from shapes alone.
 
-    A role is counted as of the policy's size. Activations and the staged copy of a sync (one more "weights") come on
-    top.
+    A sync holds a second copy on servers until it is committed, and the buckets under way at both ends. A role is
+    counted as of the policy's size. Activations come on top.
     """
     served = jnp.dtype(settings.model.dtype).itemsize
     master = jnp.dtype(settings.model.param_dtype).itemsize
     m, e = settings.model, settings.engine
     pages = e.page_tokens, e.cache_pages
     cache = KVSpec(m.num_layers, m.num_kv_heads, m.head_dim, *pages, m.dtype)
+    under_way = IN_FLIGHT * settings.weights.bucket_bytes
     rows = []
     for server in plan.servers:
         weights = _sharded_size(model, server.rules, server.axes) * served
         kv = cache.num_bytes // _num_shards(cache.axes, server.rules, server.axes)
-        rows.append((server.name, weights + kv, weights, 0, kv))
+        sync = weights + min(under_way, weights)
+        rows.append((server.name, weights + kv + sync, weights, 0, kv, sync))
     if plan.train is not None:
         size = _sharded_size(model, plan.train.rules, plan.train.axes)
         weights, state = size * master, size * 4 * (ADAM_MOMENTS + 1)
-        rows.append((plan.train.pool, weights + state, weights, state, 0))
+        sync = min(under_way, size * served) if plan.servers else 0
+        rows.append((plan.train.pool, weights + state + sync, weights, state, 0, sync))
     for where in sorted(needed_roles(settings)):
         mesh = plan.role(getattr(settings, where).pool, settings.model)
         size, is_critic = _sharded_size(model, mesh.rules, mesh.axes), where == "critic"
         weights = size * (master if is_critic else served)
         state = size * 4 * (ADAM_MOMENTS + 1) * is_critic
-        rows.append((f"{mesh.pool} {where}", weights + state, weights, state, 0))
+        rows.append((f"{mesh.pool} {where}", weights + state, weights, state, 0, 0))
     return rows
 
 

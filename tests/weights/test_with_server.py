@@ -1,6 +1,8 @@
 """WeightSync with a real DecodeServer: it samples from the trained weights, under the published version."""
 
+import gc
 import queue
+from collections import Counter
 
 import jax
 import numpy as np
@@ -102,3 +104,56 @@ def test_server_samples_from_the_published_weights_and_keeps_them_when_a_sync_ab
     assert server._staged._retired == {}  # the old weights' memory is free when publish returns
     tokens, _, versions = sample(server, "c")
     assert (tokens, versions) == (greedy_ref(model, second), [1] * 8)
+
+
+def device_bytes() -> Counter[int]:
+    """Bytes of live arrays by device id; each buffer once, whatever arrays share it."""
+    seen, held = set(), Counter()
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            buffer = (shard.device.id, shard.data.unsafe_buffer_pointer())
+            if shard.data.nbytes and buffer not in seen:
+                seen.add(buffer)
+                held[shard.device.id] += shard.data.nbytes
+    return held
+
+
+@pytest.mark.slow
+def test_a_sync_holds_one_more_copy_and_few_buckets_and_leaves_every_device_as_it_was(world):
+    model, _, places, server, sync = world
+    trained = [
+        jax.device_put(jax.jit(model.init)(jax.random.key(seed)), places) for seed in range(3)
+    ]
+    number = sync.version + 1
+    assert sync.publish(trained[0], number).state == "PUBLISHED"
+    before, peak = settled(), Counter()
+
+    class Watched(PackedCopy):
+        """Counts while a bucket's flat buffers are at both ends, and its arrays at the target."""
+
+        def _unpack(self, target, names, arrived):
+            arrays = super()._unpack(target, names, arrived)
+            jax.block_until_ready(arrays)
+            for device, num in device_bytes().items():
+                peak[device] = max(peak[device], num)
+            return arrays
+
+    good, sync._transport = sync._transport, Watched(sync.plan)
+    try:
+        for i in (1, 2):
+            assert sync.publish(trained[i], number + i).state == "PUBLISHED"
+            assert settled() == before
+    finally:
+        sync._transport = good
+    largest = max(bucket.num_bytes for bucket in sync.plan.buckets)
+    copy = sync.plan.targets[server.name].num_bytes
+    assert 3 * largest < copy  # else a sync that holds everything twice would pass
+    (serving,) = (device.id for device in server.mesh.devices.flat)
+    more = {device: peak[device] - num for device, num in before.items()}
+    assert copy < more.pop(serving) <= copy + largest
+    assert 0 < max(more.values()) <= largest
+
+
+def settled() -> Counter[int]:
+    gc.collect()
+    return device_bytes()
