@@ -39,6 +39,11 @@ def take_variable(name: str) -> str | None:
     return os.environ.pop(name, None)
 
 
+def give_variable(name: str, value: str) -> None:
+    """To this process and all that it starts from now on; what is set already wins."""
+    os.environ.setdefault(name, value)
+
+
 def clean_environment(*more: str) -> dict[str, str]:
     """The child's whole environment; it imports what this process can import. more: further variables it inherits."""
     out = {name: os.environ[name] for name in (*INHERITED, *more) if name in os.environ}

@@ -192,6 +192,10 @@ def _starter(settings: ClusterSettings, log_dir: Path, specs: Sequence[ServerSpe
     """Of the backend. Raises: OSError, ValueError."""
     if settings.backend == "external":
         return ExternalStarter(settings, log_dir, specs)
+    if settings.backend == "ray":
+        from rl_jax.ray_cluster import RayStarter  # an extra, and seconds to import
+
+        return RayStarter(settings, log_dir, specs)
     return LocalStarter(settings, log_dir)
 
 

@@ -44,6 +44,7 @@ from rl_jax.plan_record import check_disk, plan_record
 from rl_jax.preflight import (
     Resolve,
     build_model,
+    check_backend,
     check_first_prompts,
     check_messages,
     load_names,
@@ -116,6 +117,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         check_signals = lambda: [k.check() for k in kept]
         if pool is not None:
             stack.callback(lambda: run_blocking(pool.close()))
+        check_backend(settings.cluster.backend)
         meshes = build_meshes(plan, present_devices(plan, "cpu" if options.dry_run else None))
         settings = load_plugin(settings, resolve, parsed.chosen)
         if options.mode == "eval":

@@ -8,6 +8,7 @@ Must not: write anything, or start what is not ended when the check returns.
 """
 
 import asyncio
+import importlib.util
 import json
 import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -78,6 +79,16 @@ def present_devices(plan: MeshPlan, platform: str | None = None) -> list[Any]:
             ]
         )
     return devices
+
+
+def check_backend(backend: str) -> None:
+    """Raises ConfigError where cluster.backend needs what is not installed."""
+    if backend == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            [
+                "cluster.backend=ray needs Ray, which is not installed; pip install -e '.[ray]', or use another backend"
+            ]
+        )
 
 
 def load_plugin(

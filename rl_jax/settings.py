@@ -481,10 +481,13 @@ class GuardSettings:
 @dataclass(frozen=True)
 class ClusterSettings:
     # Where the servers run. inproc: threads of the driver's process | local: processes that it starts on its host |
-    # external: processes that somebody else starts, by commands that the driver prints
+    # external: processes that somebody else starts, by commands that the driver prints | ray: processes on the nodes of
+    # a Ray cluster (extra ray)
     backend: str = "inproc"
-    address: str = ""
-    # of external
+    address: str = (
+        ""  # of the Ray cluster; "" = one of this host alone, started and ended with the run
+    )
+    # of external and ray
     host: str = "127.0.0.1"  # the driver's own address on which it listens, and which the processes connect to
     port: int = 0  # 0 = any that is free
     # of all but inproc

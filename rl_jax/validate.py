@@ -182,7 +182,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weights.kv": ("recompute", "keep"),
     "weights.transport": ("packed", "reshard"),
     "metrics.progress": PROGRESS_FORMS,
-    "cluster.backend": ("inproc", "local", "external"),
+    "cluster.backend": ("inproc", "local", "external", "ray"),
     **dict.fromkeys(
         [
             f"guards.{name}"
@@ -198,7 +198,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "algorithm.name": ALGORITHMS,
 }
 
-LISTENING = ("external",)  # values of cluster.backend whose processes come over TCP
+LISTENING = ("external", "ray")  # values of cluster.backend whose processes come over TCP
 
 _PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TAG = re.compile(r"[a-z][a-z0-9_]*")
@@ -428,7 +428,7 @@ def _schedule(s: Settings) -> Iterator[str]:
 
 def _cluster(s: Settings) -> Iterator[str]:
     c = s.cluster
-    if c.address:
+    if c.address and c.backend != "ray":
         yield f"cluster.address={c.address} is not used by backend {c.backend}; leave it empty"
     if c.port and c.backend not in LISTENING:
         yield f"cluster.port={c.port} is not used by backend {c.backend}, which listens nowhere; leave it 0"

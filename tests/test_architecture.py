@@ -72,6 +72,7 @@ PART = {
     "live_view": "metrics",
     "signals": "backend",
     "child": "backend",
+    "ray_cluster": "cluster",
     "run_dir": "run_dir",
     "console": "run_dir",
     "resume": "run_dir",
@@ -95,7 +96,7 @@ PART = {
 
 # Third-party packages that only some parts may import, by the reason of design: one place each.
 ONLY_IN = {
-    "ray": {"rl_jax/cluster.py"},
+    "ray": {"rl_jax/ray_cluster.py"},
     "safetensors": {"rl_jax/models/hf_files.py", "rl_jax/tools/conversion.py"},
     "gguf": {"rl_jax/models/gguf.py"},
     "tokenizers": {"rl_jax/tokens", "rl_jax/models/gguf_tokens.py"},
@@ -484,7 +485,7 @@ def attributes_read() -> set[str]:
 
 def test_every_setting_is_read_somewhere():
     read = attributes_read()
-    one_value = {key for key, choices in CHOICES.items() if len(choices) == 1} | {"cluster.address"}
+    one_value = {key for key, choices in CHOICES.items() if len(choices) == 1}
     unread = {key for key in schema.leaf_keys() if key.rsplit(".", 1)[-1] not in read} - one_value
     assert unread == set(), (
         "a key nobody reads is a flag that is silently ignored: use it or delete it"
@@ -546,8 +547,8 @@ DISTRIBUTION = {"ml_collections": "ml-collections", "absl": "absl-py", "reasonin
                 "orbax": "orbax-checkpoint"}  # fmt: skip
 
 
-# imported by one file, which says so where it is missing
-EXTRAS = {"jetstream": "google-jetstream", "rich": "rich"}
+# Imported by one file each, and told where they are missing.
+EXTRAS = {"jetstream": "google-jetstream", "ray": "ray", "rich": "rich"}
 
 
 def test_dependencies_are_what_is_imported():

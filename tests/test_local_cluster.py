@@ -21,6 +21,7 @@ from rl_jax import config, launch
 from rl_jax.cluster import InProcCluster, ProcessCluster, make_cluster
 from rl_jax.mesh import TRAIN_RULES, MeshPlan, build_meshes, shardings
 from rl_jax.models.decoder import build_model
+from rl_jax.preflight import check_backend
 from rl_jax.tokens import ByteTokenizer
 from rl_jax.types import TurnRequest
 from rl_jax.weights.plan import SyncPlan
@@ -229,7 +230,18 @@ def test_address_to_listen_on_is_one_that_others_can_use():
     assert config.parse([external, "--config.cluster.port=4711"]).settings.cluster.port == 4711
     (error,) = refused(external, "--config.cluster.host=0.0.0.0")
     assert "cluster.host='0.0.0.0' is no address that a process could connect to" in error
+    (error,) = refused(external, "--config.cluster.address=h:1")
+    assert "cluster.address=h:1 is not used by backend external" in error
     (error,) = refused("--config.cluster.backend=local", "--config.cluster.port=4711")
     assert "cluster.port=4711 is not used by backend local" in error
     (error,) = refused(external, "--config.cluster.port=70000")
     assert "cluster.port=70000" in error
+
+
+def test_backend_that_is_not_installed_is_told_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    check_backend("local")
+    with pytest.raises(config.ConfigError) as caught:
+        check_backend("ray")
+    (error,) = caught.value.errors
+    assert "cluster.backend=ray needs Ray, which is not installed; pip install -e '.[ray]'" in error

@@ -163,7 +163,9 @@ class Listener:
         return dict(self._counters)
 
     def close(self) -> None:
-        """Hang up on guests, and listen no more. Links live on."""
+        """Hang up on guests, and listen no more. Links live on. Once more is nothing."""
+        if self._closing:
+            return
         self._closing = True
         self._wake.send(b"x")
         self._thread.join(CLOSE_S)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
 from rl_jax.child import clean_environment
@@ -97,9 +98,10 @@ class Operator:
 class World:
     """Servers, router and sync of one backend. `hooks`: of decode.0's sync calls, each used once."""
 
-    def __init__(self, backend, log_dir, restarts=100):
+    def __init__(self, backend, log_dir, address=""):
+        """address: of a Ray cluster."""
         self.backend, self.hooks, self.version = backend, {}, -1
-        cluster = ClusterSettings(heartbeat_s=0.2, lease_s=LEASE_S, restarts=restarts)
+        cluster = ClusterSettings(heartbeat_s=0.2, lease_s=LEASE_S, restarts=100, address=address)
         specs = [
             fake_spec(name, name.partition(".")[0], ENGINE, SERVE, block_s=block_s)
             for name, block_s in (("prefill.0", 0.0), ("decode.0", BLOCK_S), ("decode.1", BLOCK_S))
@@ -144,6 +146,10 @@ class World:
 
     def pid(self, server):
         """Of the server's process, however it was started."""
+        if self.backend == "ray":
+            words = {f"--server={server.name}", f"--connect={self.starter.where}"}
+            running = psutil.process_iter(["cmdline"])
+            return next(p.pid for p in running if words <= set(p.info["cmdline"] or ()))
         return server.pid if self.operator is None else self.operator.pid(server.name)
 
     def heal(self):
@@ -181,6 +187,10 @@ class World:
 def starter_of(backend, cluster, log_dir, specs):
     if backend == "external":
         return ExternalStarter(cluster, log_dir, specs)
+    if backend == "ray":
+        from rl_jax.ray_cluster import RayStarter
+
+        return RayStarter(cluster, log_dir, specs)
     return LocalStarter(cluster, log_dir)
 
 
@@ -222,3 +232,23 @@ def local(tmp_path_factory):
     world = World("local", tmp_path_factory.mktemp("logs"))
     yield world
     world.close()
+
+
+@pytest.fixture(scope="session")
+def ray_nodes():
+    """A real Ray cluster of two simulated nodes on this host, one for all tests."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
+    import ray
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
+        )
+        second = cluster.add_node(num_cpus=4, resources={"h200": 2})
+    except Exception as error:  # the boundary to another's program: no Ray, no test
+        pytest.skip(f"Ray does not start here: {error}")
+    yield SimpleNamespace(cluster=cluster, second=second, address=cluster.address)
+    ray.shutdown()
+    cluster.shutdown()

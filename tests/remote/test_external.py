@@ -93,7 +93,7 @@ def test_servers_that_did_not_come_are_named(made):
     ("words", "secret", "text"),
     [
         (["--connect=127.0.0.1:9"], None, "no --secret_file, and no RL_JAX_CLUSTER_SECRET"),
-        (["--connect=127.0.0.1:9"], new_secret().hex(), "no link to 127.0.0.1:9: .*refused"),
+        (["--connect=127.0.0.1:9"], "5a" * 32, "no link to 127.0.0.1:9: .*refused"),
     ],
 )
 @pytest.mark.slow

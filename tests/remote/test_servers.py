@@ -14,13 +14,15 @@ from rl_jax.types import FinishReason, Turn, TurnError
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["inproc", "local", "external"])
+@pytest.fixture(scope="module", params=["inproc", "local", "external", "ray"])
 def world(request, kit, tmp_path_factory):
     """Published, and every server live."""
     if request.param == "local":
         world = request.getfixturevalue("local")
     else:
-        world = kit.World(request.param, tmp_path_factory.mktemp("logs"))
+        ray = request.getfixturevalue("ray_nodes") if request.param == "ray" else None
+        logs = tmp_path_factory.mktemp("logs")
+        world = kit.World(request.param, logs, "" if ray is None else ray.address)
     world.heal()
     yield world
     if request.param != "local":

@@ -1,0 +1,272 @@
+"""RayStarter: processes of servers on the nodes of a Ray cluster; the only file that imports ray.
+
+For each process an actor is placed by what its pool's hardware asks for. It starts the same program as every other
+starter, which connects to the driver over TCP (link.py), and waits for its end: that is all it does. No call of a
+server, no weights and no state go through Ray, and Ray restarts nothing: an actor, or its node, that is lost is a
+process that ended, for which lives.py starts another one, wherever Ray places it then.
+Hardware classes are Ray's custom resources, one a device: `ray start --resources='{"h200": 8}'` offers a node to pools
+of hardware h200; `gpu` are the GPUs that Ray counts itself. Every server takes one CPU besides.
+Invariants: what can never be placed is told before anything waits; every question to Ray has a deadline.
+Must not: be imported by anything but cluster.py; leave a Ray that it started running.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from rl_jax.backend import child_variables
+from rl_jax.child import SECRET_VARIABLE, Log, clean_environment, exit_text, give_variable
+from rl_jax.remote.link import address_of, address_text, new_secret
+from rl_jax.remote.listener import Expected, Listener
+from rl_jax.remote.spec import PROGRAM, ServerSpec
+from rl_jax.remote.starter import EXIT_S, told
+from rl_jax.settings import ClusterSettings
+
+ASK_S = 5.0  # for an answer that Ray has already
+NODES_S = 4.0  # for the nodes of a cluster that was just reached to be known
+
+
+class RayHost:
+    """The actor. It keeps nothing that anybody would miss."""
+
+    def run(
+        self, name: str, words: Sequence[str], variables: Mapping[str, str], log_dir: str
+    ) -> str:
+        """Start the program, and wait until it has ended, which it does with its link. Returns: how it ended."""
+        environment = {**clean_environment(), **variables}
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", PROGRAM, *words, f"--parent={os.getpid()}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        assert process.stdout is not None, "Popen makes what PIPE asks for"
+        output = Log(name, process.stdout)
+        output.open(Path(log_dir))
+        code = process.wait()
+        output.drain()
+        return f"{exit_text(code, 0.0)}; {output.last_line()}"
+
+
+def demand(spec: ServerSpec) -> dict[str, float]:
+    """What a server takes, by Ray's names."""
+    out = {"CPU": 1.0}
+    if spec.hardware != "cpu":
+        out["GPU" if spec.hardware == "gpu" else spec.hardware] = float(spec.num_devices)
+    return out
+
+
+class RayHandle:
+    """A Handle."""
+
+    pid = None
+
+    def __init__(self, expected: Expected, actor: Any, running: Any, wanted: Mapping[str, float]):
+        self._expected, self._actor, self._running = expected, actor, running
+        self._wanted, self._how = wanted, ""
+
+    def link(self, timeout_s: float) -> socket.socket | None:
+        return self._expected.link(timeout_s)
+
+    def absent(self, waited_s: float) -> str:
+        try:
+            free = ray.available_resources()
+        except RayError as error:
+            free = {"unknown": str(error)}
+        return (
+            f"no process of it came to {address_text(*self._expected.listener.address)} within {waited_s:g} s"
+            f" (cluster.start_timeout_s): it takes {_listed(self._wanted)}, and Ray has {_listed(free)} free now"
+        )
+
+    def ended(self, timeout_s: float) -> str | None:
+        if not self._how:
+            ready, _ = ray.wait([self._running], timeout=max(timeout_s, 0.0))
+            if not ready:
+                return None
+            try:
+                self._how = ray.get(self._running, timeout=ASK_S)
+            except RayError as error:  # the actor or its node is lost
+                self._how = f"is lost: {type(error).__name__}: {_first_line(error)}"
+        return self._how
+
+    def kill(self) -> str | None:
+        """The program dies with its actor, wherever that is."""
+        self._expected.withdraw()
+        if self._how:
+            return None
+        ray.kill(self._actor, no_restart=True)
+        ray.wait([self._running], timeout=EXIT_S)
+        return None
+
+    def last_words(self) -> str:
+        return ""
+
+
+class RayStarter:
+    """Actors of one Ray cluster. Listens from its constructor on; Ray is reached by `open`."""
+
+    is_by_hand, commands = False, ()
+
+    def __init__(self, settings: ClusterSettings, log_dir: Path, specs: Sequence[ServerSpec]):
+        """Raises: OSError where it cannot listen."""
+        self._settings, self._log_dir = settings, log_dir
+        self._secret, self._specs = new_secret(), specs
+        self._listener = Listener(
+            settings.host, settings.port, self._secret, [spec.name for spec in specs]
+        )
+        self._folder: Path | None = None  # of a Ray that was started here
+        self._is_ours = False
+
+    def open(self, specs: Sequence[ServerSpec]) -> None:
+        """Reach cluster.address, or start a Ray of this host; one that this process uses already is used on.
+
+        Raises: OSError where there is none, or it will never hold all of them.
+        """
+        if not ray.is_initialized():
+            self._init([demand(spec) for spec in specs])
+        end_s = time.monotonic() + NODES_S
+        while why := missing(specs, [n for n in ray.nodes() if n["Alive"]]):
+            if time.monotonic() > end_s:
+                raise OSError(why)
+            time.sleep(0.5)
+
+    def start(self, spec: ServerSpec, attempt: str) -> RayHandle:
+        expected = self._listener.expect(
+            spec.name, attempt, told(spec, self._settings), by_name=True
+        )
+        wanted = demand(spec)
+        others = {name: num for name, num in wanted.items() if name not in ("CPU", "GPU")}
+        try:
+            actor = (
+                ray.remote(RayHost)
+                .options(
+                    num_cpus=wanted["CPU"],
+                    num_gpus=wanted.get("GPU", 0.0),
+                    resources=others,
+                    max_restarts=0,
+                    max_task_retries=0,
+                    runtime_env={"env_vars": {"PYTHONPATH": clean_environment()["PYTHONPATH"]}},
+                )
+                .remote()
+            )
+            words = [
+                f"--connect={self.where}",
+                f"--server={spec.name}",
+                f"--attempt={attempt}",
+            ]
+            variables = {
+                **child_variables(spec.num_devices),
+                SECRET_VARIABLE: self._secret.hex(),
+            }
+            running = actor.run.remote(spec.name, words, variables, str(self._log_dir.resolve()))
+        except RayError as error:
+            expected.withdraw()
+            raise OSError(f"Ray takes no actor: {_first_line(error)}") from None
+        return RayHandle(expected, actor, running, wanted)
+
+    def stats(self) -> dict[str, int]:
+        return self._listener.stats()
+
+    @property
+    def where(self) -> str:
+        """HOST:PORT that the processes connect to."""
+        return address_text(*self._listener.address)
+
+    def close(self) -> None:
+        self._listener.close()
+        if self._is_ours:
+            ray.shutdown()
+            self._is_ours = False
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _init(self, demands: Sequence[Mapping[str, float]]) -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        give_variable("RAY_USAGE_STATS_ENABLED", "0")
+        quiet: dict[str, Any] = {
+            "include_dashboard": False,
+            "log_to_driver": False,
+            "logging_level": "ERROR",
+        }
+        try:
+            if self._settings.address:
+                _reach(self._settings.address)
+                del quiet["include_dashboard"]  # of another's cluster that is not ours to say
+                ray.init(address=self._settings.address, **quiet)
+            else:
+                # One host stands for all: what the plan asks for, it has.
+                total = Counter()
+                for wanted in demands:
+                    total.update(wanted)
+                num_cpus = max(int(total.pop("CPU")), os.cpu_count() or 1)
+                num_gpus = total.pop("GPU", None)
+                self._folder = Path(tempfile.mkdtemp(prefix="rlj"))
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=num_gpus,
+                    resources=dict(total),
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(self._folder / "r"),  # which Ray opens to everybody
+                    **quiet,
+                )
+            self._is_ours = True
+        except (RayError, OSError, RuntimeError, ValueError) as error:
+            where = self._settings.address or "this host"
+            raise OSError(f"there is no Ray at {where}: {_first_line(error)}") from None
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # Ray puts its own in its place
+
+
+def _reach(address: str) -> None:
+    """Ray itself tries for minutes. Raises: OSError, ValueError."""
+    if address != "auto":
+        socket.create_connection(address_of(address), ASK_S).close()
+
+
+def missing(specs: Sequence[ServerSpec], nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Why these can never all be placed, or "". nodes: of ray.nodes(), those that live."""
+    offered = [node["Resources"] for node in nodes]
+    for spec in specs:
+        wanted = demand(spec)
+        if not any(all(has.get(k, 0) >= num for k, num in wanted.items()) for has in offered):
+            best = {k: max([has.get(k, 0) for has in offered], default=0) for k in wanted}
+            return (
+                f"{spec.name} takes {_listed(wanted)} of one Ray node, and the most that a node has is"
+                f" {_listed(best)}; start a node that has it: ray start --resources"
+            )
+    total: Counter[str] = Counter()
+    for spec in specs:
+        total.update(demand(spec))
+    has = {name: sum(node.get(name, 0) for node in offered) for name in total}
+    if short := {name: num for name, num in total.items() if has[name] < num}:
+        return (
+            f"{len(specs)} servers take {_listed(short)} in all, and the Ray cluster has"
+            f" {_listed({name: has[name] for name in short})}; add nodes, or take servers away"
+        )
+    return ""
+
+
+def _listed(amounts: Mapping[str, Any]) -> str:
+    plain = {k: v for k, v in sorted(amounts.items()) if ":" not in k and "memory" not in k}
+    return ", ".join(
+        f"{k}: {v:g}" if isinstance(v, float | int) else f"{v}" for k, v in plain.items()
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300]

@@ -1,0 +1,124 @@
+"""Ray starts the processes: placed by hardware, lost with actor or node, and refused before anything waits for them."""
+
+import signal
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from rl_jax.remote.server import RemoteDecodeServer
+from rl_jax.settings import ClusterSettings
+from rl_jax.testing.fake_servers import fake_spec
+
+pytestmark = pytest.mark.slow(seconds=40)
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
+ray_cluster = pytest.importorskip("rl_jax.ray_cluster")
+
+
+@pytest.fixture
+def made(kit, tmp_path):
+    """made(address, hardware, ..) -> (starter, specs); closed at the end."""
+    starters = []
+
+    def make(address, *hardware, **fields):
+        settings = ClusterSettings(
+            heartbeat_s=0.2, lease_s=kit.LEASE_S, address=address, restarts=100, **fields
+        )
+        specs = [
+            replace(fake_spec(f"decode.{i}", "decode", kit.ENGINE, kit.SERVE), hardware=name)
+            for i, name in enumerate(hardware)
+        ]
+        starters.append(ray_cluster.RayStarter(settings, tmp_path, specs))
+        server = RemoteDecodeServer(specs[0], settings, tmp_path, 20.0, starters[-1])
+        return starters[-1], specs, server
+
+    yield make
+    for starter in starters:
+        starter.close()
+
+
+def process_of(starter) -> psutil.Process:
+    words = {"--server=decode.0", f"--connect={starter.where}"}
+    running = psutil.process_iter(["cmdline"])
+    return next(p for p in running if words <= set(p.info["cmdline"] or ()))
+
+
+def test_resources_that_can_never_be_met_are_named_before_anything_waits(made, ray_nodes):
+    starter, specs, _ = made(ray_nodes.address, "cpu", "tpu9")
+    start = time.monotonic()
+    text = "decode.1 takes CPU: 1, tpu9: 1 of one Ray node.*has is CPU: 4, tpu9: 0"
+    with pytest.raises(OSError, match=text):
+        starter.open(specs)
+    assert time.monotonic() - start < 10
+
+
+def test_what_fits_one_by_one_and_not_together_is_named(made):
+    nodes = [{"Resources": {"CPU": 4, "h200": 2}}, {"Resources": {"CPU": 1}}]
+    _, specs, _ = made("", "h200", "h200", "cpu")
+    assert ray_cluster.missing(specs, nodes) == ""
+    _, specs, _ = made("", "h200", "h200", "h200")
+    assert "3 servers take h200: 3 in all, and the Ray cluster has h200: 2" in ray_cluster.missing(
+        specs, nodes
+    )
+    assert "decode.0 takes CPU: 1, h200: 1 of one Ray node" in ray_cluster.missing(specs, [])
+
+
+def test_server_is_where_its_hardware_is_and_lives_on_when_actor_and_node_are_lost(
+    made, kit, ray_nodes
+):
+    starter, specs, server = made(ray_nodes.address, "h200")
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        starter.open(specs)
+        assert signal.getsignal(signal.SIGTERM) is mine, "Ray's own handler would end the run"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    server.start()
+    try:
+        server.wait_ready(kit.PATIENCE_S)
+        process = process_of(starter)
+        raylet = ray_nodes.second.all_processes["raylet"][0].process.pid
+        assert raylet in [parent.pid for parent in process.parents()]
+        assert "RAY_ADDRESS" not in process.environ() and starter.stats()["linked"] == 1
+
+        worker = process.parent()
+        worker.kill()
+        kit.until(lambda: server.fenced is not None)
+        kit.until(lambda: not process.is_running())
+        server.wait_ready(kit.PATIENCE_S)
+        assert server._lives.num == 2 and process_of(starter).pid != process.pid
+
+        ray_nodes.cluster.remove_node(ray_nodes.second, allow_graceful=False)
+        kit.until(lambda: not server._lives.is_ready)
+        ray_nodes.second = ray_nodes.cluster.add_node(num_cpus=4, resources={"h200": 2})
+        server.wait_ready(kit.PATIENCE_S)
+        raylet = ray_nodes.second.all_processes["raylet"][0].process.pid
+        assert raylet in [parent.pid for parent in process_of(starter).parents()]
+        server.stage("v1", 1, 0, {"offset": kit.World.offset(1)})
+        assert server.commit("v1", "recompute", 20.0).version == 1 and server.fenced is None
+        last = process_of(starter)
+    finally:
+        server.close()
+    kit.until(lambda: not last.is_running())
+
+
+def test_ray_of_this_host_alone_is_started_with_what_the_plan_takes_and_ended(made):
+    starter, specs, _ = made("", "h200", "h200")
+    others = set(psutil.Process().children())
+    starter.open(specs)
+    folder, total = starter._folder, ray.cluster_resources()
+    assert total["h200"] == 2 and total["CPU"] >= 2
+    assert folder.stat().st_mode & 0o777 == 0o700
+    raylets = [p for p in set(psutil.Process().children()) - others if "raylet" in p.name()]
+    assert raylets
+    starter.close()
+    assert not folder.exists() and not ray.is_initialized()
+    assert psutil.wait_procs(raylets, timeout=10)[1] == []
+
+
+def test_no_ray_at_the_address_is_told(made):
+    starter, specs, _ = made("127.0.0.1:9", "cpu")
+    with pytest.raises(OSError, match="there is no Ray at 127.0.0.1:9"):
+        starter.open(specs)
