@@ -125,7 +125,7 @@ BAD = [
     ("--config.model.dtype=fp8", "model.dtype=fp8 is not one of float32, bfloat16"),
     ("--config.weights.kv=drop", "weights.kv=drop is not one of recompute, keep"),
     ("--config.serve.pd_balance=off", "serve.pd_balance=off is not one of fixed, auto"),
-    ("--config.cluster.backend=ray", "cluster.backend=ray is not one of inproc, local"),
+    ("--config.cluster.backend=mpi", "cluster.backend=mpi is not one of inproc, local, external, ray"),
     ("--config.rollout.short_group_stale=x", "rollout.short_group_stale=x is not one of replace, survivors, drop"),
     # together
     ("--config.tasks.sources[1].tag=frozen_lake", "tasks.sources[1].tag=frozen_lake is also the tag of another"),
