@@ -64,7 +64,7 @@ class CostEngine:
         real = chunk.segment >= 0
         position, num = chunk.position[real], int(real.sum())
         ends = np.zeros(len(tables), np.int64)
-        np.maximum.at(ends, chunk.segment[real], position + 1)
+        ends[chunk.segment[real]] = position + 1  # of each segment the last one stays
         seconds = self.costs.chunk_s(num, int(position.sum()) + num, int(ends.sum()))
         self._spend("prefill", seconds, num)
         return state

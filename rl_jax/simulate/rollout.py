@@ -33,8 +33,8 @@ from rl_jax.types import Group, Sampler, SchedulerPolicy, Tick
 
 RUN_ID = "simulated"
 TICK_S = 1.0  # as rollout.Rollout
-LOOK_S = 0.05  # how late a take may be
-NUM_TASKS = 10_000  # of each tag: none comes twice
+LOOK_S = 0.2  # how late a take may be
+NUM_TASKS = 2_000  # of each tag: none comes twice
 DEADLINE_S = 1e6  # of a turn and an episode: a simulation asks how long things take
 
 
