@@ -29,7 +29,9 @@ def test_asynchronous_run_with_a_sync_each_step_leaves_nothing_behind(tmp_path, 
         step(driver, number)
         if number > WARM_UP:
             found = process_counts() + driver_counts(driver) + object_counts()
-            del found["object rl_jax.engine.prefix_tree._Node"]  # at most one a page, as they are free
+            del found[
+                "object rl_jax.engine.prefix_tree._Node"
+            ]  # at most one a page, as they are free
             counts.append(json.dumps(found))  # a string: what is counted must not grow by counting
 
     monkeypatch.setattr(Driver, "step", counted)
