@@ -1,4 +1,4 @@
-"""rollout's own parts on a virtual clock: waits of environments pass at once, and each step ends by the ledger's law."""
+"""rollout's parts on a virtual clock: waits of environments pass at once, and each step ends by the ledger's law."""
 
 import pytest
 
