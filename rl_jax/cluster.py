@@ -183,6 +183,11 @@ class ProcessCluster(Cluster):
             raise ServersNotReady(str(error)) from None
         super().start()
 
+    def counters(self) -> dict[str, float]:
+        """With link_NAME: connections by what became of them (Listener.stats)."""
+        linked = {f"link_{name}": num for name, num in self.starter.stats().items()}
+        return super().counters() | linked
+
     def close(self) -> None:
         super().close()
         self.starter.close()

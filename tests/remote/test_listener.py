@@ -61,6 +61,7 @@ CLAIMED = json.dumps({"server": "decode.0", "attempt": ""}).encode()
 
 def says_nothing(sock) -> bool:
     """Whether the other side hangs up without a word."""
+    sock.settimeout(PATIENCE_S)
     try:
         return sock.recv(1000) == b""
     except ConnectionResetError:  # it did not read all of it
