@@ -167,7 +167,8 @@ class Listener:
         if self._closing:
             return
         self._closing = True
-        self._wake.send(b"x")
+        with contextlib.suppress(OSError):  # the thread saw it by itself
+            self._wake.send(b"x")
         self._thread.join(CLOSE_S)
         refused = {kind: num for kind in REFUSALS if (num := self._counters[kind])}
         if refused:

@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -274,3 +275,17 @@ def test_secret_is_long_and_for_its_owner_alone(tmp_path):
     with pytest.raises(ValueError, match="X is no secret") as caught:
         link.secret_of("hunter2", "X")
     assert "hunter2" not in str(caught.value) and PROOF_SIZE == 32
+
+
+def test_listener_may_be_closed_at_any_moment_and_twice():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that its thread is met at every line
+    try:
+        for _ in range(300):
+            made = Listener("127.0.0.1", 0, SECRET, ["decode.0"])
+            made.close()
+            made.close()
+    finally:
+        sys.setswitchinterval(interval)
+    with pytest.raises(ConnectionError):
+        socket.create_connection(made.address, PATIENCE_S)
