@@ -30,6 +30,7 @@ def test_every_setting_has_a_rule():
         "reward_model.pool",
         "critic.pool",  # role_source.py
         "algorithm.reward_weights",  # rules.py
+        "algorithm.episode_roles",  # names of an environment
         "algorithm.normalize",  # true, false or the algorithm's own
         "algorithm.bootstrap",
     }
