@@ -94,6 +94,12 @@ def some_inputs(seed=0, shape=(3, 6), **changes):
     return replace(x, **changes)
 
 
+def following(x, logprobs):
+    """The inputs at these log-probs; their teacher_divergence follows the policy too, here by a slope of 1."""
+    slope = logprobs - jax.lax.stop_gradient(logprobs)
+    return replace(x, logprobs=logprobs, teacher_divergence=x.teacher_divergence + slope)
+
+
 @lru_cache
 def jitted(name):
     """One program an algorithm: the inputs are arguments."""
@@ -101,10 +107,7 @@ def jitted(name):
 
     def total(logprobs, entropy, rest):
         x = LossInputs(logprobs=logprobs, entropy=entropy, **rest)
-        # It follows the policy too, as the step has it: here by a slope of 1 to its log-prob.
-        slope = logprobs - jax.lax.stop_gradient(logprobs)
-        x = replace(x, teacher_divergence=x.teacher_divergence + slope)
-        loss, sums = algorithm.token_loss(x)
+        loss, sums = algorithm.token_loss(following(x, logprobs))
         return jnp.where(x.mask, loss, 0.0).sum(), (loss, sums)
 
     run = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)

@@ -11,7 +11,7 @@ import pytest
 from rl_jax.algorithms import ALGORITHMS, options
 from rl_jax.algorithms.algorithm import LossInputs
 from rl_jax.settings import AlgorithmSettings, CorrectionSettings
-from tests.algorithms.test_common import make
+from tests.algorithms.test_common import following, make
 
 NAMES = [name for name, entry in ALGORITHMS.items() if entry.policy]
 # One algorithm a loss and its own settings; the others differ in their advantages.
@@ -47,6 +47,7 @@ def inputs(far, near):
         "advantages": each,
         "old_logprobs": logprobs + noise,
         "teacher_logprobs": logprobs + 0.3 * drawn[2],
+        "teacher_divergence": np.abs(drawn[2]),
         "selected": (drawn[3] > 0).astype(np.float32),
         "kept": 1.0 - DROPPED,
     }
@@ -67,7 +68,7 @@ def weights_of(name, mask=MASK):
 
 def gradient(algorithm, x, weights):
     def total(logprobs):
-        loss, _ = algorithm.token_loss(replace(x, logprobs=logprobs))
+        loss, _ = algorithm.token_loss(following(x, logprobs))
         return jnp.where(x.mask, weights * loss, 0.0).sum()
 
     fast = {"xla_backend_optimization_level": 0}

@@ -30,6 +30,7 @@ from rl_jax.models.decoder import build_model
 from rl_jax.models.value import BIAS, WEIGHT, value_model
 from rl_jax.settings import AlgorithmSettings, KlSettings, LearnerSettings, ModelSettings
 from rl_jax.testing.trajectories import fake_group
+from tests.algorithms.test_common import following
 
 VOCAB, NUM, ROW = 32, 64, 16
 MODEL = ModelSettings(
@@ -125,10 +126,8 @@ def cotangents(logprobs, entropy, values, batch, own):
             logp, ent, micro = micro
 
             def loss(logp, ent):
-                # It follows the policy too; the step's own is in test_divergence.py.
-                slope = logp - jax.lax.stop_gradient(logp)
-                told = micro | {"teacher_divergence": micro["teacher_divergence"] + slope}
-                out = algorithm.token_loss(loss_inputs(told, logp, ent))[0]
+                x = following(loss_inputs(micro, logp, ent), logp)
+                out = algorithm.token_loss(x)[0]
                 return jnp.where(micro["target_mask"], micro["loss_weights"] * out, 0.0).sum()
 
             return jax.grad(loss, argnums=(0, 1))(logp, ent)
