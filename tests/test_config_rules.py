@@ -19,7 +19,8 @@ def test_every_setting_has_a_rule():
         "rollout.replay_dir",  # by mode
         "data.path",
         "data.eval_path",  # files, by algorithm and mode
-        "cluster.address",  # by backend
+        "cluster.address",
+        "cluster.host",  # by backend
         "mesh.name",  # free
         "rollout.tool_parser",  # a table, or auto
         "reference.checkpoint",

@@ -71,7 +71,7 @@ def test_a_role_that_cannot_score_the_policys_tokens_is_refused(teacher):
     [
         (OPD, "algorithm.name=opd needs a teacher; set teacher.checkpoint"),
         (MIXED, "algorithm.teacher_coef=1.0 needs a teacher; set teacher.checkpoint"),
-        (replace(WITHOUT, teacher=FrozenSettings("x")), "(algorithm.teacher_coef above 0 does, and opd)"),
+        (replace(WITHOUT, teacher=FrozenSettings("x")), "(algorithm.teacher_coef above 0 does, and opd, and distill)"),
         (replace(OPD, teacher=FrozenSettings("nowhere")), "teacher.checkpoint=nowhere has no checkpoint"),
         (replace(KL, reference=FrozenSettings(pool="judge")), "judge is no pool of kind role of mesh one_device"),
         (replace(KL, mesh=POOLS), "mesh pool judge is of kind role and no role is on it"),

@@ -226,9 +226,10 @@ def kit():
     )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local(tmp_path_factory):
-    """The world of processes: one for all tests of this folder, as each process costs seconds."""
+    """The world of processes: one for all tests of a file, as each process costs seconds. Not longer: where a later
+    test holds the interpreter for a lease its processes would end and be started again, in that test's log."""
     world = World("local", tmp_path_factory.mktemp("logs"))
     yield world
     world.close()
