@@ -151,7 +151,7 @@ def batch_of(policy):
 
 @pytest.mark.slow
 def test_a_learner_comes_to_its_teacher(models):
-    """On four devices: its loss at the first step is the definition's over whole logits, then it falls; any size may teach."""
+    """On four devices: its loss at first is the definition's over whole logits, then it falls; any size may teach."""
     policy = learner_of(models, make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4]))
     batch = batch_of(policy)
     micro = {k: v[0] for k, v in policy.rows.put(batch, 0).items() if np.ndim(v)}
