@@ -1,6 +1,6 @@
 """Does a run grow? 2,000 asynchronous steps of a tiny job, with episodes and a weight sync in each.
 
-    python benchmarks/memory_growth.py                      # about 5 minutes on 2 idle cores
+    python benchmarks/memory_growth.py                      # 2 minutes on 2 cores
     python benchmarks/memory_growth.py --steps 300          # shorter; the slope says less
 
 Fails (exit code 1) if, after the warm-up, resident memory grows by SLOPE_MB a step or more (least squares), or if
