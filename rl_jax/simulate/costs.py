@@ -28,7 +28,7 @@ class Hardware:
 
 
 # H800: an H100 SXM with slower links and no float64; 989 TFLOP/s dense, 3.35 TB/s, 80 GB (NVIDIA's H100 data sheet).
-# H20: 148 TFLOP/s, 4.0 TB/s, 96 GB (trade press of its release, e.g. SemiAnalysis, November 2023).
+# H20: 148 TFLOP/s dense, 4.0 TB/s, 96 GB (no data sheet is public; as listed at willitrunai.com/gpus/h20-96gb).
 # Prices: RollArt (arXiv:2512.22560) counts an H800 as 2.85 H20.
 H800 = Hardware("H800", 989e12, 3.35e12, 80e9, 2.85)
 H20 = Hardware("H20", 148e12, 4.0e12, 96e9, 1.0)
