@@ -59,19 +59,21 @@ def chunked_divergence(
     # Float32, so that its gradient adds up over the chunks without rounding to the compute dtype.
     ours = student.columns.astype(jnp.float32)
 
-    @partial(jax.checkpoint, prevent_cse=False)
-    def one(hidden, of_teacher, ours):
+    def one(hidden, of_teacher, ours, theirs):
         columns = ours.astype(student.columns.dtype)
         return divergence(
             _logits(student, hidden, columns),
             jax.lax.stop_gradient(_logits(teacher, of_teacher, theirs)),
         )
 
+    # The branch is inside: else some JAX versions keep a copy of both heads for each chunk.
+    @partial(jax.checkpoint, prevent_cse=False)
+    def guarded(i, *arrays):
+        empty = jnp.zeros(arrays[0].shape[:2], jnp.float32)
+        return jax.lax.cond(i < num_chunks, one, lambda *_: empty, *arrays)
+
     def step(_, x):
-        i, *hidden = x
-        empty = jnp.zeros(hidden[0].shape[:2], jnp.float32)
-        out = jax.lax.cond(i < num_chunks, lambda: one(*hidden, ours), lambda: empty)
-        return None, out
+        return None, guarded(*x, ours, theirs)
 
     def chunks(x):  # [B, K, D] -> [K / chunk, B, chunk, D]
         return x.reshape(B, K // chunk, chunk, x.shape[-1]).swapaxes(0, 1)
