@@ -97,8 +97,7 @@ def support_logprobs(
     # Float32, so that its gradient adds up over the chunks without rounding to the compute dtype.
     columns = head.T.astype(jnp.float32)  # [V, D]
 
-    @partial(jax.checkpoint, prevent_cse=False)
-    def one(hidden, tokens, ids):
+    def one(hidden, tokens, ids, columns):
         # The first id is the likeliest: it is there, unless the slot is empty.
         keep = (ids >= 0).at[..., 0].set(True)
         rows = jnp.take(columns, jnp.maximum(ids, 0), axis=0)  # [B, chunk, S, D]
@@ -108,10 +107,14 @@ def support_logprobs(
         place = jnp.argmax(ids == tokens[..., None], axis=-1)
         return token_logprobs(soft_capped(logits, softcap), place, temperature, keep)
 
-    def step(_, x):
-        i, *arrays = x
+    # The branch is inside: else some JAX versions keep a copy of the head for each chunk.
+    @partial(jax.checkpoint, prevent_cse=False)
+    def guarded(i, *arrays):
         empty = jnp.zeros(arrays[1].shape, jnp.float32)
-        return None, jax.lax.cond(i < num_chunks, one, lambda *_: (empty, empty), *arrays)
+        return jax.lax.cond(i < num_chunks, one, lambda *_: (empty, empty), *arrays)
+
+    def step(_, x):
+        return None, guarded(*x, columns)
 
     def chunks(x):  # [B, K, ...] -> [K / chunk, B, chunk, ...]
         return x.reshape(B, K // chunk, chunk, *x.shape[2:]).swapaxes(0, 1)

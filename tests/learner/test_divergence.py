@@ -19,6 +19,7 @@ from rl_jax.mesh import TRAIN_RULES, make_mesh
 from rl_jax.settings import AlgorithmSettings, LearnerSettings
 from rl_jax.testing.tiny_model import tiny_model
 from rl_jax.testing.trajectories import fake_group
+from tests.learner.test_logprobs import all_shapes
 
 SETTINGS = LearnerSettings(row_tokens=24, microbatch_rows=4, logprob_chunk=16, learning_rate=0.02)
 B, K, V, CHUNK = 2, 24, 50, 4
@@ -84,19 +85,6 @@ def test_chunks_that_hold_nothing_give_nothing():
     assert out[:, : 2 * CHUNK].all() and not out[:, 2 * CHUNK :].any()
 
 
-def sizes_of(jaxpr):
-    """Number of elements of every array that a program makes, in its loops and branches too."""
-    for equation in jaxpr.eqns:
-        yield from (v.aval.size for v in equation.outvars)
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                yield from sizes_of(getattr(value, "jaxpr", value))
-
-
-def _is_jaxpr(value):
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
-
-
 def test_no_array_holds_the_logits_of_a_batch():
     student, teacher = heads()
 
@@ -104,7 +92,7 @@ def test_no_array_holds_the_logits_of_a_batch():
         return run(0.5, hidden, columns, student, teacher).sum()
 
     program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(student.hidden, student.columns)
-    sizes = list(sizes_of(program.jaxpr))
+    sizes = [int(np.prod(shape)) for shape in all_shapes(program.jaxpr)]
     largest = max(
         B * CHUNK * V, *(x.size for h in (student, teacher) for x in (h.hidden, h.columns))
     )

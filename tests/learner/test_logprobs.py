@@ -104,6 +104,19 @@ def test_no_array_holds_more_logits_than_a_chunk(case):
     assert max(np.prod(shape) for shape in with_vocabulary) == max(B * 4 * V, D * V)
 
 
+def test_a_sampled_support_keeps_no_head_of_each_chunk(case):
+    hidden, head, tokens, _, _ = case
+    support = np.repeat(tokens[..., None], 2, axis=-1)
+    how = {"chunk": 4, "temperature": 0.7}
+
+    def total(hidden, head):
+        return support_logprobs(hidden, head, tokens, support, jnp.int32(2), **how)[0].sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(hidden, head)
+    shapes = [shape for shape in all_shapes(jaxpr.jaxpr) if V in shape]
+    assert max(np.prod(shape) for shape in shapes) == D * V
+
+
 def test_trained_gradient_is_zero_where_nothing_is_scored(case):
     hidden, head, tokens, index, valid = case
     _, (grad, _) = run(chunked(case, 8), case)
