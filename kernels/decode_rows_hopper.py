@@ -56,8 +56,8 @@ def gated_matmul(x: jax.Array, w: jax.Array, hopper: Hopper) -> jax.Array:
     C = hopper.columns or -(-F // (groups * waves * step)) * step
     size = min(C, STORE)
 
-    def weights(w, slot, program, depth):
-        return w.at[:, pl.ds(first(program), C), depth], slot
+    def weights(w, program, depth):
+        return w.at[:, pl.ds(first(program), C), depth]
 
     def first(
         program,
@@ -115,8 +115,8 @@ def split_matmul(x: jax.Array, w: jax.Array, hopper: Hopper) -> jax.Array:
     def first(program):
         return lax.rem(program, jnp.int32(tiles)) * C
 
-    def weights(w, slot, program, depth):
-        return w.at[depth, pl.ds(first(program), C)], slot
+    def weights(w, program, depth):
+        return w.at[depth, pl.ds(first(program), C)]
 
     def end(sums, program, row, out, stage):
         part = lax.div(program, jnp.int32(tiles))
@@ -170,7 +170,7 @@ class _Work:
     columns: int  # of each sum
     slot: tuple[int, ...]  # shape of a load of w
     blocks: Callable  # program -> (first, number) of its blocks of the contraction
-    weights: Callable
+    weights: Callable  # (w, program, depth) -> what of w a load brings
     multiply: Callable
     end: Callable
     out: jax.ShapeDtypeStruct
@@ -199,9 +199,9 @@ def _run(x: jax.Array, w: jax.Array, work: _Work, hopper: Hopper) -> jax.Array:
                 plgpu.copy_gmem_to_smem(
                     x.at[pl.ds(row, ROWS), depth], ring_x.at[slot], full.at[slot]
                 )
-                source, target = work.weights(w, ring_w.at[slot], program, depth)
+                source = work.weights(w, program, depth)
                 shared = {"collective_axes": "cluster"} if cluster > 1 else {}
-                plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared)
+                plgpu.copy_gmem_to_smem(source, ring_w.at[slot], full.at[slot], **shared)
 
             def wait_free(step):
                 plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(stages))])

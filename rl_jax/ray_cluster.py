@@ -14,8 +14,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -27,11 +25,11 @@ import ray
 from ray.exceptions import RayError
 
 from rl_jax.backend import child_variables
-from rl_jax.child import SECRET_VARIABLE, Log, clean_environment, exit_text, give_variable
+from rl_jax.child import SECRET_VARIABLE, clean_environment, exit_text, give_variable
 from rl_jax.remote.link import address_of, address_text, new_secret
 from rl_jax.remote.listener import Expected, Listener
-from rl_jax.remote.spec import PROGRAM, ServerSpec
-from rl_jax.remote.starter import EXIT_S, told
+from rl_jax.remote.spec import ServerSpec
+from rl_jax.remote.starter import EXIT_S, launched, told
 from rl_jax.settings import ClusterSettings
 
 ASK_S = 5.0  # for an answer that Ray has already
@@ -45,18 +43,8 @@ class RayHost:
         self, name: str, words: Sequence[str], variables: Mapping[str, str], log_dir: str
     ) -> str:
         """Start the program, and wait until it has ended, which it does with its link. Returns: how it ended."""
-        environment = {**clean_environment(), **variables}
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", PROGRAM, *words, f"--parent={os.getpid()}"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        assert process.stdout is not None, "Popen makes what PIPE asks for"
-        output = Log(name, process.stdout)
-        output.open(Path(log_dir))
+        words = [*words, f"--parent={os.getpid()}"]
+        process, output = launched(name, words, variables, Path(log_dir))
         code = process.wait()
         output.drain()
         return f"{exit_text(code, 0.0)}; {output.last_line()}"
@@ -124,7 +112,7 @@ class RayStarter:
     def __init__(self, settings: ClusterSettings, log_dir: Path, specs: Sequence[ServerSpec]):
         """Raises: OSError where it cannot listen."""
         self._settings, self._log_dir = settings, log_dir
-        self._secret, self._specs = new_secret(), specs
+        self._secret = new_secret()
         self._listener = Listener(
             settings.host, settings.port, self._secret, [spec.name for spec in specs]
         )

@@ -90,7 +90,7 @@ def with_rows(
     device: Any = mesh.devices.flat[0]
     if step.of_product is None or mesh.size > 1 or settings.dtype != "bfloat16":
         return step
-    if device.platform not in ("gpu", "cuda") or device.compute_capability != "9.0":
+    if _no_hopper_gpu(device):
         return step
     rows = decode_rows_hopper.Hopper(device.core_count)
     s = settings
@@ -102,12 +102,19 @@ def with_rows(
     return replace(step, rows=rows)
 
 
-def _hopper_unfit(settings: ModelSettings, device: jax.Device, page_size: int) -> str:
-    """Why `hopper` should not run there; "" if it should."""
+def _no_hopper_gpu(device: jax.Device) -> str:
+    """Why the device is none; "" if it is one."""
     if device.platform not in ("gpu", "cuda"):
         return f"the kernel is for gpu, the platform is {device.platform}"
     if device.compute_capability != "9.0":
         return f"the kernel needs compute capability 9.0, this is {device.compute_capability}"
+    return ""
+
+
+def _hopper_unfit(settings: ModelSettings, device: jax.Device, page_size: int) -> str:
+    """Why `hopper` should not run there; "" if it should."""
+    if why := _no_hopper_gpu(device):
+        return why
     queries = settings.num_heads // settings.num_kv_heads
     return hopper_kernel.unfit(settings.dtype, settings.head_dim, queries, page_size or 1)
 

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,6 +95,32 @@ def told(spec: ServerSpec, settings: ClusterSettings) -> dict[str, Any]:
 # --- a child of this host ------------------------------------------------------------------------
 
 
+def launched(
+    name: str,
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    log_dir: Path,
+    fds: Sequence[int] = (),
+) -> tuple[subprocess.Popen, Log]:
+    """The program of a server with these arguments, in a session of its own, and what it prints, in log_dir/NAME.log.
+
+    variables: beside the clean environment.  fds: that it inherits.  Raises: OSError.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", PROGRAM, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**clean_environment(), **variables},
+        pass_fds=fds,
+        start_new_session=True,
+    )
+    assert process.stdout is not None, "Popen makes what PIPE asks for"
+    log = Log(name, process.stdout)
+    log.open(log_dir)
+    return process, log
+
+
 class Child:
     """A Handle."""
 
@@ -108,18 +134,10 @@ class Child:
             "parent": os.getpid(),
         }
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", PROGRAM, json.dumps(line)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env={**clean_environment(), **child_variables(spec.num_devices)},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
+            variables, fds = child_variables(spec.num_devices), [theirs.fileno()]
+            self._process, self._log = launched(
+                spec.name, [json.dumps(line)], variables, log_dir, fds
             )
-        assert self._process.stdout is not None, "Popen makes what PIPE asks for"
-        self._log = Log(spec.name, self._process.stdout)
-        self._log.open(log_dir)
 
     @property
     def pid(self) -> int | None:

@@ -22,8 +22,8 @@ Must not: know the scheduler, the ledger or a reward's meaning.
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -207,18 +207,13 @@ class EnvPool:
             )
         return self._tasks[tag, split]
 
-    async def _prepare(self) -> None:
-        self.spawn()
+    @asynccontextmanager
+    async def _borrowed(self) -> AsyncIterator[None]:
+        """The workers on a loop that is not theirs, before start(); on any error they are ended. Raises: EnvError."""
         for worker in self._workers.values():
             worker.attach(on_death=lambda worker: None)
         try:
-            for worker in self._workers.values():
-                await worker.ready()
-            first = next(iter(self._workers.values()))
-            self._offers = first.offers or {}
-            for tag in self._tags:
-                for split in self.splits(tag):
-                    self._tasks[tag, split] = await self._fetch_tasks(first, tag, split)
+            yield
         except BaseException as error:  # an interrupt too must leave no process behind
             await self.close()
             if isinstance(error, WorkerFault):
@@ -226,6 +221,17 @@ class EnvPool:
             raise
         for worker in self._workers.values():
             worker.detach()
+
+    async def _prepare(self) -> None:
+        self.spawn()
+        async with self._borrowed():
+            for worker in self._workers.values():
+                await worker.ready()
+            first = next(iter(self._workers.values()))
+            self._offers = first.offers or {}
+            for tag in self._tags:
+                for split in self.splits(tag):
+                    self._tasks[tag, split] = await self._fetch_tasks(first, tag, split)
 
     async def _fetch_tasks(self, worker: WorkerProcess, tag: str, split: str) -> tuple[Task, ...]:
         tasks: list[Task] = []
@@ -273,9 +279,7 @@ class EnvPool:
                 if worker.fault is not None:
                     return
 
-        try:
-            for worker in self._workers.values():
-                worker.attach(on_death=lambda worker: None)
+        async with self._borrowed():
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     workers = [w for n, w in self._workers.items() if n.startswith("env_")]
@@ -287,13 +291,6 @@ class EnvPool:
                     worker = self._workers[name] = self._new_worker(name)
                     worker.attach(on_death=lambda worker: None)
                     await worker.ready()
-        except BaseException as error:  # an interrupt too must leave no process behind
-            await self.close()
-            if isinstance(error, WorkerFault):
-                raise self.charge(error) from None
-            raise
-        for worker in self._workers.values():
-            worker.detach()
         return found
 
     # --- on the loop --------------------------------------------------------------------------------------------------
