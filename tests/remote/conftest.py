@@ -87,10 +87,15 @@ class Operator:
     def pid(self, name):
         return self.processes[name].pid
 
-    def close(self):
-        """Each ends by itself, as its driver is gone."""
+    def retire(self):
+        """What ends from now on is not run again. To be called before a driver ends: a process that was run again
+        while its driver still listened would try for all its patience to be let in."""
         self._closing.set()
         self._thread.join(PATIENCE_S)
+
+    def close(self):
+        """Each ends by itself, as its driver is gone."""
+        self.retire()
         for process in self.processes.values():
             process.wait(PATIENCE_S)
 
@@ -175,6 +180,8 @@ class World:
         return np.array(version, np.int32)
 
     def close(self):
+        if self.operator is not None:
+            self.operator.retire()
         self.sync.close()
         for server in self.servers:
             server.close()

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def made(kit, tmp_path):
     """made(names) -> (starter, servers, operator or None); all is closed at the end."""
-    closing = []
+    closing, operators = [], []
 
     def make(names, operated=True, **fields):
         cluster = ClusterSettings(heartbeat_s=0.2, lease_s=kit.LEASE_S, **fields)
@@ -33,12 +33,15 @@ def made(kit, tmp_path):
         starter = ExternalStarter(cluster, tmp_path, specs)
         servers = [RemoteDecodeServer(spec, cluster, tmp_path, 20.0, starter) for spec in specs]
         operator = kit.Operator(starter.commands, names) if operated else None
-        closing.extend([*servers, *([operator] if operator else []), starter])
+        operators.extend([operator] if operator else [])
+        closing.extend([*servers, *operators, starter])
         for server in servers:
             server.start()
         return starter, servers, operator
 
     yield make
+    for operator in operators:
+        operator.retire()
     for part in closing:
         part.close()
 

@@ -142,7 +142,7 @@ def test_a_sync_holds_one_more_copy_and_few_buckets_and_leaves_every_device_as_i
     try:
         for i in (1, 2):
             assert sync.publish(trained[i], number + i).state == "PUBLISHED"
-            assert settled() == before
+            assert not settled() - before  # what other tests left here may go meanwhile
     finally:
         sync._transport = good
     largest = max(bucket.num_bytes for bucket in sync.plan.buckets)
