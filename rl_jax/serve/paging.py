@@ -59,13 +59,22 @@ class Paging:
     def admit(self, slot: int, found: Found, num_tokens: int) -> Found | None:
         """Give the slot, which has none, pages for num_tokens tokens, those found first.
 
-        Returns: what it has of that, the whole pages only where there is none to copy to; None: too few are free.
+        Returns: what it has of that, the whole pages only where there is none to copy to, and nothing of it where the
+        slot is alone and what was found keeps too many others; None: too few are free.
         """
+        page_size = self.spec.page_size
         if self._admit(slot, found, num_tokens):
             return found
-        # A page to copy takes one more; without it a history that fits alone always finds room.
-        whole = found.first(found.num_tokens // self.spec.page_size, self.spec.page_size)
-        return whole if whole != found and self._admit(slot, whole, num_tokens) else None
+        # A page to copy takes one more.
+        whole = found.first(found.num_tokens // page_size, page_size)
+        if whole != found and self._admit(slot, whole, num_tokens):
+            return whole
+        # Whoever holds a page that two origins list keeps what either lists before it: beside what it found even a
+        # history that fits alone may have no room. Without that it always has.
+        nothing = found.first(0, page_size)
+        if self.num_held == 0 and self._admit(slot, nothing, num_tokens):
+            return nothing
+        return None
 
     @property
     def room(self) -> np.ndarray:
@@ -138,8 +147,10 @@ class Paging:
         if num <= 0:
             return []
         short = num - self.pool.num_free
-        if short > 0 and self.tree.evict(max(short, self._spare)) < short:
-            return None
+        if short > 0:
+            if short > self.tree.num_evictable:  # nothing is evicted in vain
+                return None
+            self.tree.evict(max(short, self._spare))
         return self.pool.take(num)
 
 

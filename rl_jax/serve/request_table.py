@@ -401,6 +401,10 @@ class RequestTable:
         slot, room = self._free_slots[-1], min(session.num_tokens + self.lead, context)
         if (admitted := self.paging.admit(slot, found, room)) is None:
             return False
+        if (
+            usable and admitted != found
+        ):  # it fits behind what was found, and would be written over the rest
+            usable = False
         session.slot = self._free_slots.pop()
         turn.admitted_s = turn.admitted_s or self.now_s
         self._begin(turn, admitted, usable)

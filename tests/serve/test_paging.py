@@ -6,7 +6,11 @@ import time
 import numpy as np
 import pytest
 
+from kernels.kv import KVSpec
+from rl_jax.engine.prefix_tree import Origin
+from rl_jax.serve.paging import Found, Paging
 from rl_jax.types import FinishReason
+from tests.serve.test_prefill_server import ask
 
 
 def baseline(d, kit):
@@ -120,6 +124,99 @@ def test_kv_of_a_session_that_saw_a_swap_is_its_own(kit):
     kit.until(lambda: not d.server.stats()["sessions"])
     assert all(origin.owner is None for origin in d.server._paging.tree.origins)
     baseline(d, kit)
+
+
+def test_a_history_alone_finds_room_whatever_is_listed():
+    """Pages of 4. The last page of the first 12 tokens is listed behind others' pages, and behind its own session's."""
+    paging = Paging(KVSpec(1, 1, 1, 4, 6, "float32"), slots=2, table_pages=5)
+    tokens, nothing = np.arange(20, dtype=np.int32), Found(Origin(0), (), 0)
+    mixed = Origin(0, owner="s#0")
+    for slot, num in ((0, 8), (1, 12)):  # each brought its own pages, as prefixes do
+        assert paging.admit(slot, nothing, num) == nothing
+    for slot, num in ((0, 8), (1, 12)):
+        paging.share(slot, Origin(0), tokens[:num])
+    paging.drop(0)
+    assert paging.grow(1, 16)
+    paging.share(1, mixed, tokens[:16])
+    found = paging.find([Origin(1), mixed], tokens)
+    assert (found.origin, found.num_tokens) == (mixed, 16)
+    assert paging.admit(0, found, 20) is None  # the other one will end
+    paging.drop(1)
+    # Held, its four pages keep the other two, so what was found is given up.
+    assert paging.admit(0, found, 20) == Found(mixed, (), 0)
+    assert len(set(paging.tables[0].tolist())) == 5
+    paging.drop(0)
+    paging.tree.check()
+
+
+def test_who_does_not_fit_evicts_nothing():
+    paging = Paging(KVSpec(1, 1, 1, 4, 6, "float32"), slots=2, table_pages=5)
+    tokens, nothing = np.arange(12, dtype=np.int32), Found(Origin(0), (), 0)
+    paging.admit(0, nothing, 12)
+    paging.share(0, Origin(0), tokens)
+    paging.drop(0)
+    paging.admit(0, nothing, 8)
+    assert paging.admit(1, nothing, 20) is None
+    assert paging.find([Origin(0)], tokens).num_tokens == 12
+
+
+@pytest.mark.parametrize("brings", [False, True])
+def test_a_session_whose_pages_lie_behind_others_goes_on_under_keep(kit, brings):
+    """Eight pages of 8. Two turns bring a prefix each, so both have pages of the 16 tokens that they share."""
+    d, p = kit.decode(num_pages=8, slots=2), kit.prefill()
+    trunk = list(range(16))
+    contexts = {"x": [*trunk, 90], "s": [*trunk, *range(40, 51)]}
+    d.server.pause()
+    turns = {}
+    for uid, context in contexts.items():
+        prefix, _ = ask(p, kit.request(uid, context), d.server).result(kit.PATIENCE_S)
+        request = kit.request(uid, context, max_new_tokens=3 if uid == "x" else 6)
+        turns[uid] = d.turns.start(request, prefix)
+    d.gate.close()
+    d.server.resume()
+    d.gate.arrive()
+    assert d.server.stats()["running"] == 2
+    reply = kit.commit_later(d.server, 1, "keep")
+    kit.commit(p, 1)
+    d.gate.open()
+    reply.wait(kit.PATIENCE_S, "commit")
+    turn = turns["s"].result(kit.PATIENCE_S)
+    assert [(span.start, span.version) for span in turn.spans] == [(0, 0), (4, 1)]
+    longer = [*contexts["s"], *turn.tokens.tolist(), *range(60, 80)]
+    request, prefix = kit.request("s", longer, turn=1), None
+    if brings:
+        held = d.server.live_tokens("s#0", 1)
+        prefix, _ = ask(p, request, d.server, held).result(kit.PATIENCE_S)
+        assert prefix.start == 32
+    turn = d.turns.run(request, prefix)
+    # What was found is given up, and with it the pages that were to come behind it.
+    assert turn.cached_prompt == 0 and not turn.context_mixed.any()
+    assert turn.tokens.tolist() == d.engine.expected(longer, 6, offset=1)
+    assert d.server.stats()["refused_prefixes"] == brings
+    baseline(d, kit)
+
+
+def test_a_prefix_is_never_written_over_pages_that_others_read(kit):
+    """Nine pages of 8: one that was found whole would be copied in part, and there is no page for that."""
+    d, p = kit.decode(num_pages=9, slots=2), kit.prefill()
+    kit.commit(d.server, 1, kv="keep")
+    listed = list(range(20))
+    d.turns.run(kit.request("x", listed))
+    d.gate.close()
+    blocker = d.turns.start(kit.request("blocker", [7] * 40, max_new_tokens=8))
+    d.gate.arrive()
+    context = listed[:14]
+    prefix, _ = ask(p, kit.request("y", context), d.server).result(kit.PATIENCE_S)
+    turn = d.turns.start(kit.request("y", context), prefix)
+    assert prefix.version == 0 and (prefix.start, prefix.num_tokens) == (0, 13)
+    d.gate.step()
+    d.gate.open()
+    turn, _ = turn.result(kit.PATIENCE_S), blocker.result(kit.PATIENCE_S)
+    assert turn.cached_prompt == 8
+    third = [*listed[:8], 50, 51]
+    turn = d.turns.run(kit.request("z", third))
+    assert turn.cached_prompt == 8 and not turn.context_mixed.any()
+    assert turn.tokens.tolist() == d.engine.expected(third, 6, offset=1)
 
 
 @pytest.mark.parametrize(
