@@ -15,6 +15,7 @@ from rl_jax.engine import JaxEngine
 from rl_jax.mesh import SERVE_RULES, make_mesh
 from rl_jax.serve import DecodeServer, PrefillServer, Router
 from rl_jax.serve.balance import Balance, Band
+from rl_jax.serve.commands import Commit
 from rl_jax.settings import EngineSettings, ServeSettings
 from rl_jax.testing.tiny_model import tiny_model
 
@@ -49,7 +50,8 @@ def world():
     publish(0)
     decode.wait_ready(120)
     router = Router([decode], [prefill], SimpleNamespace(pools_for=lambda tag: ()))
-    yield SimpleNamespace(publish=publish, router=router, prefill=prefill, decode=decode)
+    parts = {"publish": publish, "router": router, "prefill": prefill, "decode": decode}
+    yield SimpleNamespace(weights=lambda version: weights[version % 3], **parts)
     for server in servers:
         server.close()
 
@@ -97,18 +99,72 @@ def test_ten_turns_compute_each_tokens_kv_once_per_version(world, kit):
     assert {int(t.versions[0]) for t in turns[5:]} == {1}
 
 
+def served_cold(world, kit, version, context, **fields):
+    """The turn of a server that never had other weights nor saw another request."""
+    cold = DecodeServer("cold", "decode", world.decode.engine, ServeSettings())
+    cold.start()
+    try:
+        world.publish(version, to=[cold])
+        cold.wait_ready(120)
+        router = Router([cold], [], SimpleNamespace(pools_for=lambda tag: ()))
+        return asyncio.run(router.generate(kit.request("cold", context, **fields)))
+    finally:
+        cold.close()
+
+
 def test_after_a_swap_the_bits_are_those_of_a_cold_server(world, kit):
-    """Lesson L1 with a real model, five swaps in a row: 0 ulp against a session that never saw other weights."""
+    """Lesson L1 with a real model, five swaps in a row: 0 ulp against a server that never had other weights."""
     for version in range(2, 7):
         swap = lambda turn, v=version: world.publish(v) if turn == 1 else None
         warm, context = asyncio.run(episode(world, kit, f"warm{version}", 3, after=swap))
         length = len(context) - 6 - len(warm[2].tokens)
-        request = kit.request(f"cold{version}", context[:length], turn=2, max_new_tokens=3, seed=2)
-        cold = asyncio.run(world.router.generate(request))
-        world.router.release(f"cold{version}#0")
+        cold = served_cold(world, kit, version, context[:length], max_new_tokens=3, seed=2)
         assert cold.versions.tolist() == warm[2].versions.tolist() == [version] * 3
         assert cold.tokens.tolist() == warm[2].tokens.tolist()
         assert cold.logprobs.tobytes() == warm[2].logprobs.tobytes()
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_a_turn_goes_on_after_a_swap_as_a_cold_server_does(world, kit, kv):
+    """Swapped between its second and third block of 4 tokens: 0 ulp under `recompute`, other log-probs under `keep`."""
+    server, (before, after) = world.decode, (60, 61) if kv == "recompute" else (63, 64)
+    world.publish(before)
+    given = {
+        n: jax.device_put(4 * x, server.param_shardings[n]) for n, x in world.weights(after).items()
+    }
+    server.stage(f"within.{kv}", after, 0, given)
+    inner, calls = server.engine.generate, []
+
+    def generate(*args):
+        calls.append(len(calls))
+        if len(calls) == 2:  # obeyed once this block is done
+            server._loop.put(Commit(f"within.{kv}", kv))
+        return inner(*args)
+
+    context = np.random.default_rng(4).integers(8, 264, 37).tolist()
+    sampling = {"seed": 11, "temperature": 1.0}
+    local = Router([server], [], SimpleNamespace(pools_for=lambda tag: ()))
+    server.engine.generate = generate
+    try:
+        turn = asyncio.run(
+            local.generate(kit.request(f"within.{kv}", context, max_new_tokens=14, **sampling))
+        )
+    finally:
+        server.engine.generate = inner
+    world.publish(after, to=[world.prefill])
+    local.release(f"within.{kv}#0")
+    assert turn.versions.tolist() == [before] * 8 + [after] * 6
+    assert turn.context_mixed.tolist() == [False] * 8 + [kv == "keep"] * 6
+    first = served_cold(world, kit, before, context, max_new_tokens=8, **sampling)
+    assert turn.tokens[:8].tolist() == first.tokens.tolist()
+    assert turn.logprobs[:8].tobytes() == first.logprobs.tobytes()
+    longer = [*context, *turn.tokens[:8].tolist()]
+    rest = served_cold(world, kit, after, longer, max_new_tokens=6, token_index=8, **sampling)
+    if kv == "recompute":
+        assert turn.tokens[8:].tolist() == rest.tokens.tolist()
+        assert turn.logprobs[8:].tobytes() == rest.logprobs.tobytes()
+    else:
+        assert abs(turn.logprobs[8] - rest.logprobs[0]) > 1e-3
 
 
 def test_company_and_path_change_no_bit(world, kit):
