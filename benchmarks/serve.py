@@ -66,22 +66,38 @@ PREDICTIONS = {
 }
 
 
-def main() -> None:
+def positive(kind):
+    """An argparse type: a number above 0."""
+
+    def number(text: str):
+        if (value := kind(text)) <= 0:
+            raise argparse.ArgumentTypeError(f"{text} must be above 0")
+        return value
+
+    number.__name__ = kind.__name__  # in argparse's line about what is no number
+    return number
+
+
+def main(words: list[str] | None = None) -> None:
+    """words: of the command line; None: this process's."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, nargs="+", default=[16], help="decode steps a block")
+    count, number = positive(int), positive(float)
+    parser.add_argument("--steps", type=count, nargs="+", default=[16], help="decode steps a block")
     parser.add_argument(
         "--only", type=int, nargs="+", default=[0, 1, 2], help="of the workloads, by number"
     )
     parser.add_argument("--sections", nargs="+", default=["fixed"], choices=SECTIONS)
-    parser.add_argument("--clients", type=int, nargs="+", help="of closed loops; default 64 256")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8], help="of open loops")
-    parser.add_argument("--rates", type=float, nargs="+", help="conversations a second, not loads")
-    parser.add_argument("--decode", type=int, default=1, help="decode servers, a device each")
+    parser.add_argument("--clients", type=count, nargs="+", help="of closed loops; default 64 256")
+    parser.add_argument("--loads", type=number, nargs="+", default=[0.5, 0.8], help="of open loops")
+    parser.add_argument("--rates", type=number, nargs="+", help="conversations a second, not loads")
+    parser.add_argument("--decode", type=count, default=1, help="decode servers, a device each")
     parser.add_argument("--prefill", type=int, default=0, help="prefill servers, a device each")
     parser.add_argument("--seed", type=int, default=0, help="of traffic and arrivals")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, help="default benchmarks/results/serve[_traffic].json")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
+    if args.prefill < 0:
+        parser.error(f"--prefill {args.prefill} must be 0 or more")
     if "open" in args.sections and "closed" not in args.sections and not args.rates:
         parser.error(
             "an open loop without a closed one needs --rates; give them, or --sections closed open"

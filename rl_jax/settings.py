@@ -118,7 +118,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ServeSettings:
-    # requests one server may hold waiting; one more is refused (TurnError queue_full)
+    # requests one server may hold, those that it works on included; one more is refused (TurnError queue_full)
     queue_size: int = 1024
     turn_deadline_s: float = 60.0
     # most chunks in a row that extend histories while others wait to generate: a block costs much the same for few

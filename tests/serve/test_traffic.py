@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from benchmarks import serve
 from benchmarks.instant_engine import InstantEngine
 from benchmarks.serve_clients import Answered, Run, closed, opened
 from benchmarks.serve_traffic import Conversation, Traffic, poisson
@@ -166,6 +167,24 @@ def test_clients_of_prefill_servers_find_what_their_last_turn_left(kit):
     assert not run.failed and len(run.turns) == 12
     assert prefill.stats()["finished"] == 4, "first turns are prefilled, later ones are appended"
     assert [turn.found > 0 for turn in run.turns] == [False, True, True] * 4
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--clients", "0"], "argument --clients: 0 must be above 0"),
+        (["--loads", "0.5", "-1"], "argument --loads: -1 must be above 0"),
+        (["--sections", "open", "--rates", "0"], "argument --rates: 0 must be above 0"),
+        (["--decode", "0"], "argument --decode: 0 must be above 0"),
+        (["--steps", "x"], "argument --steps: invalid int value: 'x'"),
+        (["--prefill", "-1"], "--prefill -1 must be 0 or more"),
+        (["--sections", "open"], "an open loop without a closed one needs --rates"),
+    ],
+)
+def test_the_benchmark_tells_what_it_cannot_play(words, line, capsys):
+    with pytest.raises(SystemExit):
+        serve.main(["--tiny", *words])
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.slow
