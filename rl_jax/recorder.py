@@ -31,6 +31,7 @@ from rl_jax.types import FinishReason, Group, Outcome, Trajectory
 SERVED = (  # the servers' counters that make metrics
     "prefill_tokens", "found_tokens", "received_tokens", "cached_tokens", "append_tokens", "recompute_tokens",
     "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers", "role_moves",
+    "restarts",
 )  # fmt: skip
 SEEN = {  # metric -> counters whose quotient it is: a sum of what was there over how often that was looked at
     "running": ("block_running", "blocks"),
@@ -301,5 +302,5 @@ def _count_metrics(counts: Mapping[str, float]) -> dict[str, float]:
     return {
         name: value
         for name, value in counts.items()
-        if name.startswith(("episodes/", "curriculum/"))
+        if name.startswith(("episodes/", "envs/", "rewards/", "curriculum/"))
     }

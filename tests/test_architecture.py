@@ -55,6 +55,7 @@ ROWS = {
 PART = {
     "types": "records",
     "clock": "records",
+    "waits": "records",
     "disk": "records",
     "lowering": "records",
     "settings": "records",

@@ -134,7 +134,7 @@ class RemoteServer:
 
     def stats(self) -> dict[str, float]:
         """Cumulative counters over all processes, and how much is in the one that lives; with what the channels to them
-        dropped here (channel.Channel.stats)."""
+        dropped here (channel.Channel.stats), and how often one was started again."""
         now = dict(self._lives.stats)
         if (channel := self._lives.channel) is not None:
             try:
@@ -145,6 +145,7 @@ class RemoteServer:
         dropped = {f"channel_{name}": num for name, num in self._lives.dropped().items()}
         with self._lock:
             dropped["channel_unasked"] = self._num_unasked
+            dropped["restarts"] = max(0, self._lives.num - 1)
             total = {name: now.get(name, 0) + self._before[name] for name in {*now, *self._before}}
         return total | dropped
 

@@ -7,7 +7,7 @@ is dropped with a reason for each of its members.
 Life of a member: 1 Start takes a slot, writes ISSUED and creates its task. 2 When its turns are over the slot is free
 (event Done) and the next episode may start while this one is scored. 3 Scored: its trajectory joins the group; the last
 one completes it. Or it failed, and the short-group rule (rollout.short_group_infra) decides:
-    replace    start it again as the next attempt, max_attempts times; then its group is dropped
+    replace    start it again as the next attempt; once max_attempts failed by themselves, its group is dropped
     survivors  go on without it; a group without members is dropped
     drop       drop the group
 A failure charged to the policy goes by `survivors` under every rule (the same seed would fail again), and one that no
@@ -274,6 +274,10 @@ class Dispatcher:
         rule, reason = self.settings.short_group_infra, f"short: {failure_reason(failure)}"
         if failure.charged_to == "policy":
             rule = "survivors"
+        if (
+            failure.kind == "env_lost"
+        ):  # it cost the worker of another that failed: no attempt of its own
+            group.tries[sample] -= 1
         if failure.kind in HOPELESS or rule == "drop":
             self._drop(group.uid, reason)
         elif rule == "survivors":

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from rl_jax.child import Log, clean_environment, exit_text
 from rl_jax.rollout import wire
 from rl_jax.rollout.pipe import LinePipe
+from rl_jax.waits import Wait
 
 STACK_S = 0.2  # for a hung worker to write its stack
 EXIT_S = 5.0  # for a killed process to be gone
@@ -110,11 +111,15 @@ class WorkerProcess:
         return self.offers is not None and self.fault is None
 
     @property
-    def waits_for(self) -> str:
-        """What it works at now, for status lines; empty when idle."""
-        if not self._calls:
-            return ""
-        return f"{self._calls[0].what} in {self.name} for {time.monotonic() - self._head_since_s:.1f} s"
+    def wait(self) -> Wait | None:
+        """What it works at now; None when idle. Any thread."""
+        try:
+            head = self._calls[0]
+        except IndexError:
+            return None
+        limit = f"{head.limit.setting}={head.limit.seconds:g}"
+        where = "" if head.what.endswith(self.name) else f" in {self.name}"
+        return Wait(f"{head.what}{where}", self._head_since_s, limit)
 
     def attach(self, on_death: Callable[["WorkerProcess"], None]) -> None:
         """Work on the running loop from now on. on_death: once, after every waiting call has failed."""

@@ -13,17 +13,21 @@ from dataclasses import replace
 from typing import Any
 
 from rl_jax.rewards.check import ENV_SCORER, checked, failed, from_steps
-from rl_jax.settings import RewardSettings
+from rl_jax.settings import RewardSettings, RolloutSettings
 from rl_jax.types import EpisodeView, Failure, Reward, Task
-
-SLACK_S = 5.0  # the pool ends a scorer at its deadline and needs a moment to say so
 
 
 class RewardService:
-    """`pool.score(name, task, view)` runs a scorer where it can be killed."""
+    """`pool.score(name, task, view)` runs a scorer where it can be killed, within rewards.timeout_s of its own."""
 
-    def __init__(self, pool: Any, settings: RewardSettings):
-        self._pool, self._settings = pool, settings
+    def __init__(
+        self,
+        pool: Any,
+        settings: RewardSettings,
+        patience_s: float = RolloutSettings.episode_timeout_s,
+    ):
+        """patience_s: for the whole scoring of an episode, the wait for a scorer that is free with it."""
+        self._pool, self._settings, self._patience_s = pool, settings, patience_s
 
     async def score(self, task: Task, view: EpisodeView) -> tuple[Reward, Failure | None]:
         """The reward of a closed episode; the Failure says why it has no value."""
@@ -35,12 +39,16 @@ class RewardService:
         return reward, Failure("reward", reward.status, "infra", f"{task.reward}: {reward.detail}")
 
     async def _scorer_reward(self, task: Task, view: EpisodeView, env: Reward) -> Reward:
-        name, limit_s = task.reward, self._settings.timeout_s
+        name, limit_s = task.reward, self._patience_s
         try:
-            async with asyncio.timeout(limit_s + SLACK_S):
+            async with asyncio.timeout(limit_s):
                 reward = checked(await self._pool.score(name, task, view))
         except TimeoutError:
-            return failed("timeout", f"no score within rewards.timeout_s={limit_s:g}", name)
+            said = (
+                f"no score within rollout.episode_timeout_s={limit_s:g}, the wait for one of"
+                f" rewards.workers={self._settings.workers} with it; raise either"
+            )
+            return failed("timeout", said, name)
         if reward.status != "scored":
             return reward
         parts = {**reward.parts, name: reward.value}

@@ -39,8 +39,10 @@ from rl_jax.rollout.slots import Slots
 from rl_jax.rollout.worker import EnvError
 from rl_jax.settings import EvalSettings, RewardSettings, RolloutSettings
 from rl_jax.types import Dropped, Group, Sampler, SchedulerPolicy, Task, Tick
+from rl_jax.waits import Wait, stack_head
 
 LOG = logging.getLogger(__name__)
+STILL_S = 5.0  # without a tick, after which the loop counts as blocked by what runs on it
 TICK_S = 1.0  # how often the policy is asked without an event: free slots may change by themselves
 POLL_S = 0.5  # how often a blocked caller looks whether the thread still lives
 SLACK_S = (
@@ -84,6 +86,7 @@ class Rollout:
         self._evaluation_name = ""
         self._is_closed = False
         self._ticker: asyncio.Task | None = None
+        self._ticked_s = time.monotonic()
         self.rules = EpisodeRules.of(
             self.settings, self.context, self.turn_deadline_s, self.row_tokens
         )
@@ -100,7 +103,7 @@ class Rollout:
         )
         self._player = Player(
             tools,
-            RewardService(self.pool, self.rewards),
+            RewardService(self.pool, self.rewards, self.settings.episode_timeout_s),
             self.ledger,
             self.seed,
             self.settings.max_env_failures,
@@ -233,7 +236,13 @@ class Rollout:
             counts[f"episodes/{state.lower()}"] = states[state]
         drops = self._dispatcher.drops + Counter(self.buffer.drops())
         counts |= dropped_counts(drops)
-        counts["episodes/cut_observations"] = self.pool.counts["truncated_observations"]
+        pool = self.pool.counts
+        counts["episodes/cut_observations"] = pool["truncated_observations"]
+        counts["rewards/restarts"] = pool["reward_restarts"]
+        counts["envs/restarts"] = pool["restarts"] - pool["reward_restarts"]
+        counts["envs/close_failed"] = (
+            self._player.counts["envs/close_failed"] + pool["close_failed"]
+        )
         if (curriculum := self.stream.curriculum) is not None:
             counts |= {f"curriculum/prob.{tag}": p for tag, p in curriculum.probs.items()}
         counts["open_tokens"] = self._dispatcher.num_open_tokens() + self.buffer.num_open_tokens()
@@ -244,7 +253,7 @@ class Rollout:
         """What is waited for, in one line; any thread."""
         if self.failed is not None:
             return f"the rollout failed: {self.failed}"
-        parts = []
+        parts, now_s = [], time.monotonic()
         if self._evaluation is not None:
             parts.append(
                 f"evaluation {self._evaluation_name}: {self._evaluation.num_left} episodes left"
@@ -259,11 +268,21 @@ class Rollout:
         if episodes:
             oldest = min(episodes, key=lambda e: e.since_s)
             parts.append(
-                f"longest wait: {oldest.session} {oldest.phase} for {time.monotonic() - oldest.since_s:.1f} s"
+                f"longest wait: {oldest.session} {oldest.phase} for {now_s - oldest.since_s:.1f} s"
             )
-        parts += self.pool.waits_for()
+        parts += [wait.text(now_s) for wait in self.waits()]
         parts.append(f"{self.buffer.num_waiting} groups buffered, {self.buffer.num_taken} taken")
         return "; ".join(parts)
+
+    def waits(self) -> list[Wait]:
+        """What the workers of environments and scorers do, and the loop itself where it stands still; any thread."""
+        waits = self.pool.waits()
+        late_s = time.monotonic() - self._ticked_s
+        if self._ticker is not None and not self._is_closed and late_s > STILL_S:
+            limit = f"rollout.take_timeout_s={self.settings.take_timeout_s:g}"
+            at = f"at {stack_head(self._thread.ident)}"
+            waits.append(Wait("the rollout's loop stands still", self._ticked_s, limit, at))
+        return waits
 
     # --- crossing to the loop ---------------------------------------------------------------------------------------
 
@@ -343,6 +362,7 @@ class Rollout:
 
     async def _tick(self) -> None:
         while True:
+            self._ticked_s = time.monotonic()
             await asyncio.sleep(TICK_S)
             self._guarded(self._dispatcher.handle, Tick())
 

@@ -9,6 +9,8 @@ Invariants
     A worker that ended is replaced, the first two times at once, then with a growing pause, until max_env_failures
     workers of one place ended without a finished episode in between: then `failed` is set and open() raises it.
     At most envs_per_worker environments live in a worker; open() waits for a free place, with a deadline.
+    A scorer is pure: a call that its worker's end in another call took along is made again, one that its worker died in
+    is made once more. Only what hangs, raises or dies twice has no score.
 
 Life
     1. spawn():    processes start and import in the background (call it before importing what is slow)
@@ -22,7 +24,7 @@ Must not: know the scheduler, the ledger or a reward's meaning.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,11 @@ from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
 from rl_jax.types import Action, EpisodeView, Failure, Message, Reward, StepResult, Task
+from rl_jax.waits import Wait
 
 LOGGED = ("env_error", "env_timeout", "env_died")  # faults that leave a trace in a worker's log
 FREE_RESTARTS = 2  # replacements without a pause
+SCORER_LIVES = 2  # calls that may end with their worker before the scorer is blamed
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before the later ones; doubles each time
 
 
@@ -304,9 +308,9 @@ class EnvPool:
     def num_live(self) -> int:
         return sum(worker.num_live for worker in self._workers.values())
 
-    def waits_for(self) -> list[str]:
-        """What each busy worker works at, for status lines."""
-        return [worker.waits_for for worker in self._workers.values() if worker.waits_for]
+    def waits(self) -> list[Wait]:
+        """What each busy worker works at. Any thread."""
+        return [wait for worker in list(self._workers.values()) if (wait := worker.wait)]
 
     async def start(self) -> None:
         """Take the prepared workers onto the running loop. Raises EnvError, as prepare(), if not prepared before."""
@@ -323,15 +327,7 @@ class EnvPool:
         seed: of reset(). Raises: EnvError env_full after start_timeout_s; env_budget once `failed` is set.
         """
         try:
-            async with asyncio.timeout(self.open_limit.seconds):
-                while True:
-                    if self.failed is not None:
-                        raise EnvError(self.failed.kind, self.failed.detail)
-                    worker = self._emptiest()
-                    if worker is not None:
-                        break
-                    self._place_free.clear()
-                    await self._place_free.wait()
+            worker = await self._until(self._emptiest)
         except TimeoutError:
             raise EnvError(
                 "env_full",
@@ -344,23 +340,29 @@ class EnvPool:
 
     async def score(self, name: str, task: Task, view: EpisodeView) -> Reward:
         """What the scorer says of a closed episode, checked; a status and its detail when it says nothing usable."""
-        workers = [w for n, w in self._workers.items() if n.startswith("reward_") and w.is_usable]
-        if not workers:
-            return failed("error", "no reward worker is running", name)
-        worker = min(workers, key=lambda worker: worker.num_waiting)
         payload = {"name": name, "task": wire.task_to_wire(task), "view": wire.view_to_wire(view)}
-        try:
-            return wire.reward_from_wire(
-                await worker.call("score", task.id, self._score_limit, **payload)
-            )
-        except WorkerFault as fault:
-            self.counts[f"reward_{fault.kind}"] += 1
-            status = "timeout" if fault.kind == "env_timeout" else "error"
-            return failed(status, self._told(fault, worker), name)
+        num_died = 0
+        while True:
+            try:
+                worker = await self._scorer()
+            except EnvError as error:
+                return failed("error", error.detail, name)
+            try:
+                answer = await worker.call("score", task.id, self._score_limit, **payload)
+            except WorkerFault as fault:
+                self.counts[f"reward_{fault.kind}"] += 1
+                num_died += fault.kind == "env_died"
+                if fault.kind == "env_lost" or 0 < num_died < SCORER_LIVES:
+                    continue
+                status = "timeout" if fault.kind == "env_timeout" else "error"
+                return failed(status, self._told(fault, worker), name)
+            self.finished(worker)
+            return wire.reward_from_wire(answer)
 
     async def close(self) -> None:
         """End all processes. Idempotent."""
         self._is_closed = True
+        self._place_free.set()
         for restart in self._restarts.values():
             restart.cancel()
         await asyncio.gather(*(worker.close() for worker in self._workers.values()))
@@ -373,7 +375,7 @@ class EnvPool:
         return EnvError(fault.kind, self._told(fault, worker))
 
     def finished(self, worker: WorkerProcess) -> None:
-        """An episode of this worker came to its end: the place works."""
+        """An episode of this worker came to its end, or a scorer gave its reward: the place works."""
         self._endings[worker.name] = 0
 
     def release(self, worker: WorkerProcess) -> None:
@@ -398,6 +400,39 @@ class EnvPool:
         ]
         return min(usable, key=lambda worker: worker.num_live, default=None)
 
+    async def _scorer(self) -> WorkerProcess:
+        """The scorer's worker with the fewest calls; waits for one that is being replaced. Raises: EnvError."""
+
+        def idlest() -> WorkerProcess | None:
+            usable = [
+                w for n, w in self._workers.items() if n.startswith("reward_") and w.is_usable
+            ]
+            return min(usable, key=lambda worker: worker.num_waiting, default=None)
+
+        try:
+            return await self._until(idlest)
+        except TimeoutError:
+            limit = self.open_limit
+            raise EnvError(
+                "env_full",
+                f"no worker for scorers was started again within {limit.setting}={limit.seconds:g}",
+            ) from None
+
+    async def _until(self, find: Callable[[], WorkerProcess | None]) -> WorkerProcess:
+        """What find() finds, asked again whenever a worker may be free. Raises: TimeoutError; EnvError once no worker
+        is started any more."""
+        async with asyncio.timeout(self.open_limit.seconds):
+            while True:
+                if self.failed is not None:
+                    raise EnvError(self.failed.kind, self.failed.detail)
+                if self._is_closed:
+                    raise EnvError("env_lost", "the environments' workers are closed")
+                worker = find()
+                if worker is not None:
+                    return worker
+                self._place_free.clear()
+                await self._place_free.wait()
+
     def _new_worker(self, name: str) -> WorkerProcess:
         return WorkerProcess(name, self._inits[name], self._start_limit)
 
@@ -412,11 +447,13 @@ class EnvPool:
             self.failed = EnvError(
                 "env_budget",
                 f"worker {name} ended {self._endings[name]} times in a row (rollout.max_env_failures={limit}) without "
-                f"a finished episode; the last: {worker.fault}",
+                f"{'a score' if name.startswith('reward_') else 'a finished episode'}; the last: {worker.fault}",
             )
             self._place_free.set()
             return
         self.counts["restarts"] += 1
+        if name.startswith("reward_"):
+            self.counts["reward_restarts"] += 1
         self._restarts[name] = asyncio.get_running_loop().create_task(self._replace(name))
 
     async def _replace(self, name: str) -> None:

@@ -1,4 +1,5 @@
-"""Environments for tests: EchoEnv and EvenEnv are checkable by hand; MisbehavingEnv breaks in every way one can.
+"""Environments for tests: EchoEnv and EvenEnv are checkable by hand; MisbehavingEnv breaks in every way one can, and
+FlakyEnv now and then.
 
 Name them in a task source as "rl_jax.testing.envs:EchoEnv". They need no library.
 """
@@ -159,6 +160,52 @@ class MisbehavingEnv(EchoEnv):
     @staticmethod
     def _perhaps(at: str, payload: Mapping[str, Any]) -> Any:
         return FAULTS[payload["fault"]]() if payload.get("at") == at else None
+
+
+@dataclass(frozen=True)
+class FlakyConfig:
+    draws: (
+        str  # a file that all workers share: each call appends a byte, and its place there decides
+    )
+    seed: int = 0
+    reset: float = 0.0  # probability that reset() raises
+    step: float = 0.0  # that step() raises
+    hang: float = 0.0  # that step() never returns
+    num_tasks: int = 8
+
+
+class FlakyEnv(EchoEnv):
+    """An EchoEnv whose calls fail at random. Which of all calls fail depends on their number in the whole run alone:
+    however workers die and are replaced, so many calls have so many faults, and one that is made again draws anew."""
+
+    @classmethod
+    def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
+        config: FlakyConfig = read_config(FlakyConfig, cfg)
+        flaky = {**vars(config), "num_tasks": 0}
+        return [
+            replace(task, payload={**task.payload, "flaky": flaky})
+            for task in EchoEnv.tasks({"num_tasks": config.num_tasks}, split)
+        ]
+
+    def reset(self, task: Task, seed: int) -> StepResult:
+        if self._draw(task.payload["flaky"]) < task.payload["flaky"]["reset"]:
+            _raise()
+        return super().reset(task, seed)
+
+    def step(self, action: Action) -> StepResult:
+        flaky = self._payload["flaky"]
+        draw = self._draw(flaky)
+        if draw < flaky["hang"]:
+            _hang()
+        if draw < flaky["hang"] + flaky["step"]:
+            _raise()
+        return super().step(action)
+
+    @staticmethod
+    def _draw(flaky: Mapping[str, Any]) -> float:
+        with open(flaky["draws"], "ab", buffering=0) as file:
+            file.write(b".")
+            return random.Random(f"{flaky['seed']}/{file.tell()}").random()
 
 
 class MisbehavingScorer:

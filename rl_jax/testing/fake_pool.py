@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_jax.rollout.worker import EnvError
 from rl_jax.types import Action, EpisodeView, Message, Reward, StepResult, Task
+from rl_jax.waits import Wait
 
 
 @dataclass
@@ -41,7 +42,7 @@ class FakePool:
     async def close(self) -> None:
         self.is_started = False
 
-    def waits_for(self) -> list[str]:
+    def waits(self) -> list[Wait]:
         return []
 
     async def open(self, task: Task, uid: str, seed: int) -> "FakeHandle":

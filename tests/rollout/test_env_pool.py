@@ -16,15 +16,13 @@ from rl_jax.child import INHERITED
 from rl_jax.rollout.episode import EpisodeRules
 from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
 from rl_jax.rollout.worker import EnvError, EnvPool
-from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
+from rl_jax.settings import RolloutSettings, TaskSource
 from rl_jax.tokens import ByteTokenizer
-from rl_jax.types import Action, EpisodeView
+from rl_jax.types import Action
+from tests.rollout.bench import GOOD, MAX_OBS_BYTES, TIMEOUT_S, Bench
 from tests.rollout.doubles import RENDERER
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_OBS_BYTES = 1000
-# A hang is only known by its deadline; half of it is what a starved machine may add to a call of microseconds.
-TIMEOUT_S = 1.5
 
 
 def misbehaving(fault: str, at: str = "step", **config) -> TaskSource:
@@ -36,7 +34,6 @@ def misbehaving(fault: str, at: str = "step", **config) -> TaskSource:
     )
 
 
-GOOD = TaskSource(tag="good", env="rl_jax.testing.envs:EchoEnv")
 HARMLESS = [
     "raise",
     "sys_exit",
@@ -56,49 +53,6 @@ SOURCES = [
     *[misbehaving("raise", at) for at in ("reset", "close", "script")],
     misbehaving("hang", "reset"),
 ]
-
-
-class Bench:
-    """A started pool on a loop of its own."""
-
-    def __init__(self, sources, log_dir=None, rewards=None, look=(), **settings):
-        """look: tags whose first observation is asked for before the start."""
-        settings = {
-            "step_timeout_s": TIMEOUT_S,
-            "reset_timeout_s": TIMEOUT_S,
-            "max_obs_bytes": MAX_OBS_BYTES,
-        } | settings
-        self.pool = EnvPool(sources, RolloutSettings(**settings), rewards, log_dir)
-        self.pool.prepare()
-        if look:
-            tasks = [self.pool.list_tasks(tag, "train")[0] for tag in look]
-            self.seen = self.pool.first_observations(tasks, seed=1, patience_s=0.5)
-        self.loop = asyncio.new_event_loop()
-        self.run(self.pool.start())
-
-    def run(self, coroutine):
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
-
-    def close(self):
-        self.run(self.pool.close())
-        self.loop.close()
-
-    async def open(self, tag, i=0, uid="r/0/0/0"):
-        return await self.pool.open(self.pool.list_tasks(tag, "train")[i], uid, seed=1)
-
-    async def play_good(self):
-        """A whole episode of EchoEnv; its rewards."""
-        handle = await self.open("good", uid="r/0/9/9")
-        assert (await handle.reset()).messages[0].content == "say ant0"
-        steps = [await handle.step(Action(text)) for text in ("ant0", "nothing")]
-        await handle.close()
-        assert [step.done for step in steps] == [False, True]
-        assert steps[0].messages[0].content == "you said ant0; say ant0"
-        return [step.reward for step in steps]
-
-    @property
-    def pids(self):
-        return [worker.pid for worker in self.pool._workers.values()]
 
 
 @pytest.fixture(scope="module")
@@ -400,53 +354,6 @@ def test_a_place_that_only_fails_uses_up_its_budget():
     bench.close()
     assert "worker env_0 ended 2 times in a row (rollout.max_env_failures=1)" in error.detail
     assert bench.pool.failed.kind == "env_budget" and bench.pool.counts["restarts"] == 1
-
-
-SCORES = {"zero": 0.0, "minus_zero": -0.0, "one": 1.0}
-UNSCORED = {
-    "none": ("schema", "value is None, no finite number"),
-    "nan": ("schema", "value is nan"),
-    "inf": ("schema", "value is inf"),
-    "text": ("schema", "value is '1.0'"),
-    "number": ("schema", "the scorer gave 1 (int), no Reward"),
-    "raise": ("error", "score: RuntimeError: the environment is broken"),
-    "exit": ("error", "ended with exit code 3"),
-    "hang": ("timeout", "took more than rewards.timeout_s=1.5; it was at envs.py"),
-}
-
-
-@pytest.mark.slow
-def test_each_way_a_scorer_can_answer_has_its_own_status():
-    source = TaskSource(
-        "good", "rl_jax.testing.envs:EchoEnv", "rl_jax.testing.envs:MisbehavingScorer"
-    )
-    bench = Bench([source], rewards=RewardSettings(timeout_s=TIMEOUT_S))
-    task = bench.pool.list_tasks("good", "train")[0]
-    view = EpisodeView((), ("x",), {}, (math.nan, None, 1.0))
-
-    async def score(answer):
-        task.payload["answer"] = answer
-        return await bench.pool.score(source.reward, task, view)
-
-    async def score_all():
-        # One after the other, as a worker that ended takes the calls behind it along.
-        out = {}
-        for answer in [*SCORES, *UNSCORED, "one"]:
-            out[answer] = await score(answer)
-            while out[answer].detail and not any(
-                w.is_usable for w in bench.pool._workers.values() if "reward" in w.name
-            ):
-                await asyncio.sleep(0.01)
-        return out
-
-    rewards = bench.run(score_all())
-    bench.close()
-    for answer, value in SCORES.items():
-        assert (rewards[answer].status, rewards[answer].value) == ("scored", value)
-    assert math.copysign(1, rewards["minus_zero"].value) == -1
-    for answer, (status, detail) in UNSCORED.items():
-        assert (rewards[answer].status, rewards[answer].value) == (status, None)
-        assert detail in rewards[answer].detail
 
 
 @pytest.mark.parametrize(

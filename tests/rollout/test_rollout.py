@@ -198,6 +198,26 @@ def test_failed_member_is_issued_again_and_the_group_completes(tmp_path):
     assert world.pool.num_live == 0 and world.sampler.live == ()
 
 
+@pytest.mark.parametrize("kind, num_lost", [("env_lost", 0), ("env_died", 2)])
+def test_attempts_are_used_up_by_failures_of_their_own(tmp_path, kind, num_lost):
+    """env_lost: another episode broke the worker that both lived in."""
+    failures = dict.fromkeys(("r/0/0/1", "r/0/1/0"), 4)
+
+    def fail(verb, uid):
+        if verb == "step" and failures.get(uid):
+            failures[uid] -= 1
+            return EnvError(kind, "chaos")
+
+    settings = replace(SETTINGS, max_attempts=3)
+    pool = FakePool({"echo": EchoEnv}, fail=fail)
+    with running(tmp_path, settings=settings, pool=pool) as world:
+        world.publish(0)
+        attempts = {t.uid: t.attempt for g in world.step(1) for t in g.trajectories}
+        assert sum(uid in attempts for uid in failures) == 2 - num_lost
+        assert kind == "env_died" or {attempts[uid] for uid in failures} == {4}
+        assert world.rollout.counts()["episodes/dropped_short"] == num_lost
+
+
 def test_failure_charged_to_the_policy_is_not_repeated(tmp_path):
     def fail(verb, uid):
         return (
