@@ -22,6 +22,7 @@ import os
 import platform
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +33,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rl_jax.disk import naming
 from rl_jax.settings import CheckpointSettings
+from rl_jax.waits import Wait
 
 MANIFEST, STATE, QUARANTINE = "MANIFEST.json", "state", "quarantine"
 FORMAT = 1
@@ -69,6 +71,7 @@ class Checkpointer:
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._swept = False
+        self._wait: Wait | None = None  # what of a save is under way
 
     def save(self, step: int, state: Any, extra: Mapping[str, Any]) -> None:
         """Begins to write `state` (a pytree of arrays; it may be donated after this returns) and `extra` (JSON).
@@ -93,13 +96,22 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"extra of step {step} is not JSON: {error}") from error
         temporary = self.directory / f".tmp_step_{step}"
+        limit = f"checkpoint.deadline_s={self._settings.deadline_s:g}"
+        self._wait = Wait(f"the save of step {step} into {self.directory}", time.monotonic(), limit)
+        self._reach("its arrays are fetched")
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             self._open_orbax().save(temporary / STATE, args=_save_args(leaves))
         except Exception as error:  # the boundary to orbax and the disk
+            self._wait = None
             raise self._failed(step, error) from error
         self._start(f"save-{step}", lambda: self._finish(step, temporary, manifest))
+
+    def waits(self) -> list[Wait]:
+        """The save under way, and how far it is. Any thread."""
+        wait = self._wait
+        return [] if wait is None else [wait]
 
     def wait(self) -> None:
         """Returns once the save under way is on the disk. Raises: CheckpointError if it failed or is overdue."""
@@ -196,17 +208,28 @@ class Checkpointer:
     def _finish(self, step: int, temporary: Path, manifest: dict[str, Any]) -> None:
         """Steps 2 to 5 of a save, on its thread."""
         try:
+            self._reach("orbax writes its arrays")
             self._orbax.wait_until_finished()
+            self._reach("its files are synced and hashed")
             manifest["files"] = _sync_and_hash(temporary)
             manifest["sha256"] = _manifest_sha(manifest)
             _write_synced(temporary / MANIFEST, json.dumps(manifest, allow_nan=False, indent=1))
+            self._reach("it gets its name")
             self._commit(step, temporary)
             self._verified.add(step)
+            self._reach("older steps are deleted")
             self._retain()
         except BaseException as error:  # raised by the next save or wait
             self._error = self._failed(step, error)
             self._error.__cause__ = error
             shutil.rmtree(temporary, ignore_errors=True)  # on a full disk the space is wanted back
+        finally:
+            self._wait = None
+
+    def _reach(self, where: str) -> None:
+        """The save under way has come so far."""
+        if self._wait is not None:
+            self._wait = self._wait._replace(where=where)
 
     def _commit(self, step: int, temporary: Path) -> None:
         """One rename. A bundle of the same step is set aside first; a kill in between is mended by _sweep."""

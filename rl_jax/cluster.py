@@ -10,8 +10,9 @@ Must not: decide when anything happens (driver), or move weights (weights).
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from rl_jax.serve.balance import Balance
 from rl_jax.serve.build import build_server
 from rl_jax.serve.router import Router
 from rl_jax.settings import ClusterSettings, Settings
+from rl_jax.waits import Wait
 
 LOG = logging.getLogger(__name__)
 
@@ -41,6 +43,28 @@ LOOK_S = 1.0  # while one server compiles, the others are looked at so often
 
 class ServersNotReady(RuntimeError):
     """A server had not compiled its programs in time, or died of it."""
+
+
+class Watched:
+    """A SyncTarget that says in which call of a sync it is, and since when. Everything else is the server's."""
+
+    CALLS = ("stage", "digest", "commit", "discard")
+
+    def __init__(self, server: Any, deadline_s: float):
+        self._server, self._limit = server, f"weights.deadline_s={deadline_s:g}"
+        self.under_way: Wait | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._server, name)
+        return partial(self._call, name, value) if name in self.CALLS else value
+
+    def _call(self, name: str, function: Callable[..., Any], sync_id: str, *args: Any) -> Any:
+        what = f"{self._server.name} in the {name} of sync {sync_id}"
+        self.under_way = Wait(what, time.monotonic(), self._limit)
+        try:
+            return function(sync_id, *args)
+        finally:
+            self.under_way = None
 
 
 class Cluster:
@@ -61,11 +85,28 @@ class Cluster:
         self.prefill = [server for server in servers if role[server.name] == "prefill"]
         self.decode = [server for server in servers if role[server.name] != "prefill"]
         self.router = Router(self.decode, self.prefill, plan, template_sha256, balance)
+        self._watched: list[Watched] = []
 
     @property
     def targets(self) -> Sequence[Any]:
         """Sync targets; prefill servers first, as they commit first."""
         return (*self.prefill, *self.decode)
+
+    def watched_targets(self, deadline_s: float) -> Sequence[Any]:
+        """`targets` whose calls `waits` tells. deadline_s: weights.deadline_s."""
+        self._watched = [Watched(server, deadline_s) for server in self.targets]
+        return self._watched
+
+    def waits(self) -> list[Wait]:
+        """What is waited for of a server: a call of a sync, progress with a turn, its process. Any thread."""
+        calls = [wait for target in self._watched if (wait := target.under_way)]
+        started = [wait for s in self.targets for wait in getattr(s, "waits", list)()]
+        return [*calls, *self.router.waits(), *started]
+
+    def doing(self) -> str:
+        """What each server that compiles is at, for a status line. Any thread."""
+        told = ((server.name, server.progress()) for server in self.targets)
+        return ", ".join(f"{name}: {now.doing}" for name, now in told if now.is_compiling)
 
     def counters(self) -> dict[str, float]:
         """Cumulative counters of all servers, summed, and of the router what servers cannot count."""

@@ -141,7 +141,8 @@ class Driver:
         selected = p.buffer.selection_metrics()
         clock.lap("time/wait_for_batch_s")
         batch, learned = self._learn(step, groups, clock)
-        p.rollout.consumed(step, groups)
+        with p.recorder.doing(f"the ledger's records of step {step}"):
+            p.rollout.consumed(step, groups)
         if cfg.tasks.curriculum.name != "none":
             p.rollout.learned(_mean_advantages(batch, groups))
         clock.lap("time/train_s")
@@ -150,7 +151,8 @@ class Driver:
         p.rollout.check()
         metrics = {**learned, **selected, **clock.metrics(), **_sync_metrics(synced)}
         with self._guarded(step, groups, batch, metrics) as metrics:
-            p.recorder.step(step, groups, metrics, p.rollout.counts())
+            with p.recorder.doing(f"the figures and traces of step {step}"):
+                p.recorder.step(step, groups, metrics, p.rollout.counts())
 
     def make_batch(self, groups: Sequence[Group]) -> Batch:
         """Groups -> Batch with advantages and loss weights."""
@@ -315,7 +317,8 @@ class Driver:
 
     def _fit_step(self, step: int) -> None:
         p, clock = self.parts, Stopwatch()
-        groups = p.stream.next()
+        with p.recorder.doing(f"the rows of step {step}"):
+            groups = p.stream.next()
         clock.lap("time/wait_for_batch_s")
         batch, learned = self._learn(step, groups, clock)
         clock.lap("time/train_s")

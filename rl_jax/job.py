@@ -13,6 +13,7 @@ import gc
 import importlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,7 +125,8 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             check_eval(options.run_dir, settings, options.resume)
         renderer = load_names(settings, plan, resolve, options.mode)
         if pool is not None:
-            with progress.phase("environments", "importing them in their worker processes"):
+            told = lambda: ", ".join(wait.text(time.monotonic()) for wait in pool.waits())
+            with progress.phase("environments", "importing them in their worker processes", told):
                 prepare_tasks(settings, pool, options.mode)
                 check_messages(settings, pool, renderer.tokenizer)
                 if not options.dry_run:  # it asks for more of them
@@ -277,8 +279,10 @@ def _run_mode(job: Job) -> None:
         return _fit(job, algorithm, checkpointer, recorder)
     learner = make_learner(setting, model, algorithm)
     roles = make_roles(setting, learner)
-    state, extra, source = starting_point(setting, decision, checkpointer, roles)
+    with job.progress.doing("the weights of the start"):
+        state, extra, source = starting_point(setting, decision, checkpointer, roles)
     if mode == "train_only":
+        job.progress.start_heartbeat(lambda: "saved episodes", (checkpointer.waits, recorder.waits))
         open_roles(setting, roles, source)
         parts = Parts(roles, None, None, None, None, algorithm, checkpointer, recorder, {})
         driver = Driver(parts, settings, state)
@@ -346,7 +350,7 @@ def _fit(job: Job, algorithm: Any, checkpointer: Checkpointer, recorder: Recorde
     job.stack.callback(stream.close)
     if extra:
         stream.restore(extra["rows"])
-    progress.start_heartbeat(lambda: "rows")
+    progress.start_heartbeat(lambda: "rows", (stream.waits, checkpointer.waits))
     parts = Parts(
         roles, None, None, None, None, algorithm, checkpointer, recorder, {}, stream,
         corpus.held_out,
@@ -375,12 +379,13 @@ def _live_parts(
     settings, stack, pool, learner = job.settings, job.stack, job.pool, roles.policy
     model = learner.model
     assert pool is not None, "every mode but train_only has environments"
+    targets = cluster.watched_targets(settings.weights.deadline_s)
     sync = WeightSync(
         SyncPlan.build(
             model.abstract, model.logical_axes, learner.mesh, learner.param_shardings,
-            cluster.targets, settings.model.dtype, settings.weights,
+            targets, settings.model.dtype, settings.weights,
         ),
-        cluster.targets,
+        targets,
         settings.weights,
     )  # fmt: skip
     stack.callback(sync.close)
@@ -410,7 +415,8 @@ def _live_parts(
         ledger.void(extra["version"])
         stream.restore(extra["stream"])
         rollout.issue_again([stream.task(epoch, index) for epoch, index in extra["pending"]])
-    recorder.watch(cluster.counters, rollout.status)
+    waits = (rollout.waits, cluster.waits, checkpointer.waits, ledger.waits)
+    recorder.watch(cluster.counters, rollout.status, waits)
     evaluations = evaluation_tasks(settings, pool)
     return Parts(
         roles, rollout, buffer, ledger, sync, algorithm, checkpointer, recorder, evaluations
@@ -423,7 +429,7 @@ def _settle(job: Job, cluster: Cluster) -> None:
     Tracing a big model leaves so many objects alive that each full collection takes 0.2 to 0.4 s, in which no server
     starts its next block: the collector stops every thread.
     """
-    with job.progress.phase("servers", "compiling their programs"):
+    with job.progress.phase("servers", "compiling their programs", cluster.doing):
         cluster.wait_ready(job.settings.serve.compile_deadline_s)
     gc.collect()
     gc.freeze()

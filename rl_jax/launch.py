@@ -64,6 +64,7 @@ def _main(argv: Sequence[str]) -> int:
         if config.plays_episodes(parsed):
             pool = EnvPool(settings.tasks.sources, settings.rollout, settings.rewards)
             pool.spawn()  # their imports run beside ours
+        progress.start_heartbeat()
         return importlib.import_module("rl_jax.job").run(parsed, pool, progress, resolve)
     except KeyboardInterrupt as error:
         say(" ".join(map(str, error.args)) or "interrupted", sys.stderr)
@@ -115,8 +116,10 @@ def resolve(name: str, table: Mapping[str, Any]) -> Any:
 
 
 def leave(code: int) -> None:
-    """End the process. A server's thread that is stuck in a compile would crash an orderly exit of the interpreter."""
-    stuck = [t.name for t in threading.enumerate() if t.daemon and t.name.startswith("serve-")]
+    """End the process. A server's thread that is stuck in a compile would crash an orderly exit of the interpreter; one
+    that is stuck in a file would be waited for."""
+    names = ("serve-", "rows", "traces", "save-")
+    stuck = [t.name for t in threading.enumerate() if t.name.startswith(names)]
     say("", sys.stdout)
     say("", sys.stderr)
     if stuck or code == EXIT_INTERRUPT:  # a save that a second Ctrl-C left would print its end

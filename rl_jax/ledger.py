@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_jax.disk import cut_torn_line, naming, open_lines
+from rl_jax.waits import Wait
 
 # state -> states that may follow; () = terminal.
 NEXT: Mapping[str | None, tuple[str, ...]] = {
@@ -85,6 +86,7 @@ class Ledger:
     def __init__(self, path: str | Path, run_id: str):
         self.path, self.run_id = Path(path), run_id
         self._lock = threading.Lock()
+        self._flushing_s: float | None = None  # monotonic, when the flush under way began
         self._open: dict[tuple[str, int], _Entry] = {}
         self._attempts: dict[str, int] = {}  # uid -> newest attempt
         self._trained: dict[str, int] = {}  # uid -> step
@@ -185,8 +187,20 @@ class Ledger:
             entry = self._open.get((uid, attempt))
             return entry.facts.sha256 if entry else ""
 
+    def waits(self) -> list[Wait]:
+        """The flush under way. Any thread."""
+        since_s = self._flushing_s
+        return [] if since_s is None else [Wait(f"{self.path} to be on disk", since_s)]
+
     def flush(self) -> None:
         """All records written so far are on disk when this returns. Raises OSError (a full disk stops the run)."""
+        self._flushing_s = time.monotonic()
+        try:
+            self._flush()
+        finally:
+            self._flushing_s = None
+
+    def _flush(self) -> None:
         with self._lock:
             if self._file.closed:
                 return

@@ -4,6 +4,9 @@ Owns: `Progress`, sole writer of the console. Invariant: nothing here can stop a
 the log file has them all.
 A heartbeat comes after `heartbeat_s` without a line. It says how long it has been since the last line of another kind,
 and where the run is: in a phase, with what that phase has done so far, else after which step, waiting for what.
+In the first phases, where somebody sits before the terminal, the first one comes after EARLY_S. What else is under way
+(waits.py) is named as soon as it is WATCH_SHARE of heartbeat_s old, whatever lines come meanwhile: a hang that others
+do not feel is told within heartbeat_s too.
 With the form rich the lines of steps and the heartbeat are a table instead (live_view.py), and notes scroll above it.
 Must not: know a part, or wait for one (phases and the heartbeat ask a callable).
 """
@@ -14,14 +17,20 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rl_jax.live_view import Figures, LiveView
 from rl_jax.metrics import Metric, Row, values_of
+from rl_jax.waits import Wait, Watchdog
 
 LOG = logging.getLogger(__name__)
+EARLY_S = 10.0  # from the banner of a phase to its first heartbeat, at most
+WATCH_SHARE, LOOKS = (
+    2 / 3,
+    6,
+)  # of heartbeat_s: how old a wait is when it is named; how often that is looked at
 PROGRESS_FORMS = ("auto", "rich", "plain", "json", "none")
 
 
@@ -120,10 +129,13 @@ class Progress:
         self._form = "plain" if form == "auto" or (form == "rich" and self._view is None) else form
         self._lock = threading.Lock()
         self._last_line_s = self._last_news_s = self._clock()
-        self._phases: list[tuple[str, Callable[[], str] | None]] = []
+        self._phases: list[tuple[str, Callable[[], str] | None, float]] = []  # with when it is told
         self._first_step: tuple[int, float] | None = None
         self._step = 0
         self._beat: threading.Thread | None = None
+        self._status: Callable[[], str] = lambda: "the job's imports and checks"
+        self._sources: tuple[Callable[[], Iterable[Wait]], ...] = ()
+        self._watchdog = Watchdog(WATCH_SHARE * heartbeat_s)
         self._closing = threading.Event()
 
     def note(self, text: str, **fields: Any) -> None:
@@ -153,39 +165,64 @@ class Progress:
         """
         self.note(f"{name} ..." + (f" ({why})" if why else ""))
         start = self._clock()
-        with self.doing(name, status):
+        with self.doing(name, status, min(self.heartbeat_s, EARLY_S)):
             yield
         seconds = self._clock() - start
         self.note(f"{name}: {duration(seconds)}", seconds=round(seconds, 3))
 
     @contextmanager
     def doing(
-        self, name: str, status: Callable[[], str] | None = None
+        self, name: str, status: Callable[[], str] | None = None, after_s: float | None = None
     ) -> Generator[None, None, None]:
-        """A phase without lines of its own: only the heartbeat names it, if it takes that long."""
-        self._phases.append((name, status))
+        """A phase without lines of its own: only the heartbeat names it, if it takes that long.
+
+        after_s: before its first heartbeat; None = as before any.
+        """
+        told_s = self._clock() + (self.heartbeat_s if after_s is None else after_s)
+        self._phases.append((name, status, told_s))
         try:
             yield
         finally:
             self._phases.pop()
 
-    def start_heartbeat(self, status: Callable[[], str]) -> None:
-        """From now on, `heartbeat_s` without a line prints one that says what `status()` is waiting for."""
-        if self._beat is not None:
-            raise RuntimeError("the heartbeat runs already; one Progress has one")
-        self._beat = threading.Thread(
-            target=self._run, args=(status,), name="heartbeat", daemon=True
-        )
-        self._beat.start()
+    def start_heartbeat(
+        self,
+        status: Callable[[], str] | None = None,
+        sources: Iterable[Callable[[], Iterable[Wait]]] = (),
+    ) -> None:
+        """From now on, `heartbeat_s` without a line prints one that says what `status()` is waiting for.
+
+        sources: give what is under way. Both are asked from the heartbeat's thread; a later call replaces them.
+        """
+        self._status, self._sources = status or self._status, tuple(sources)
+        if self._beat is None:
+            self._beat = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+            self._beat.start()
+
+    def watch(self) -> None:
+        """Name what has been under way for long."""
+        waits: list[Wait] = []
+        for source in self._sources:
+            try:
+                waits += source()
+            except (
+                Exception
+            ):  # boundary: a part that cannot say what it does must not end the heartbeat
+                LOG.info("a part does not say what it waits for", exc_info=True)
+        for line in self._watchdog.look(waits, time.monotonic()):
+            self._print("wait", line, {})
 
     def beat(self, status: Callable[[], str]) -> float:
         """Print the heartbeat if it is due; returns the seconds until it may be due again."""
         now = self._clock()
-        if now - self._last_line_s < self.heartbeat_s:
-            return self.heartbeat_s - (now - self._last_line_s)
+        due_s = self._last_line_s + self.heartbeat_s
+        if self._phases and self._last_line_s < self._phases[-1][2]:
+            due_s = min(due_s, self._phases[-1][2])
+        if now < due_s:
+            return due_s - now
         quiet, fields = now - self._last_news_s, {}
         if self._phases:
-            name, ask = self._phases[-1]
+            name, ask, _ = self._phases[-1]
             where, fields["phase"] = f"in {name}", name
             if ask is not None:
                 where += f": {_answer(ask)}"
@@ -209,10 +246,12 @@ class Progress:
             self._write(lambda: self._view.close() if self._view is not None else None)
             self._view, self._form = None, "plain" if self._form == "rich" else self._form
 
-    def _run(self, status: Callable[[], str]) -> None:
-        pause = self.heartbeat_s
-        while not self._closing.wait(pause):
-            pause = max(self.beat(status), 0.01)
+    def _run(self) -> None:
+        every_s = self.heartbeat_s / LOOKS
+        pause_s = every_s
+        while not self._closing.wait(pause_s):
+            self.watch()
+            pause_s = max(min(self.beat(self._status), every_s), 0.01)
 
     def _print(
         self, kind: str, text: str, fields: Mapping[str, Any], figures: Figures = ()
@@ -220,7 +259,7 @@ class Progress:
         """figures: of a step."""
         with self._lock:
             self._last_line_s = self._clock()
-            if kind != "heartbeat":
+            if kind not in ("heartbeat", "wait"):
                 self._last_news_s = self._last_line_s
             LOG.info(text)
             self._write(lambda: self._show(kind, text, fields, figures))

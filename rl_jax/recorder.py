@@ -10,9 +10,9 @@ Must not: stop or slow training because a file could not be written (the writers
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,9 @@ from rl_jax.resume import SUMMARY
 from rl_jax.rollout.traces import write_traces
 from rl_jax.settings import MetricsSettings
 from rl_jax.types import FinishReason, Group, Outcome, Trajectory
+from rl_jax.waits import Wait
 
+TRACES_S = 600.0  # for the traces of one step to be written: as long as a checkpoint may take
 SERVED = (  # the servers' counters that make metrics
     "prefill_tokens", "found_tokens", "received_tokens", "cached_tokens", "append_tokens", "recompute_tokens",
     "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers", "role_moves",
@@ -63,15 +65,28 @@ class Recorder:
         self._lag0 = Metric(0.0, 0)
         self._useful = [0.0, 0.0]  # trained tokens, sampled tokens
         self._first = FirstStep()
+        self._is_stuck = False  # writing traces had its time, and is left behind
         self._tracer = ThreadPoolExecutor(1, "traces")
         self._tracing: Future | None = None  # of the step before
+        self._traces: Wait | None = None  # what it is
         self.steps = 0
 
-    def watch(self, serving: Callable[[], Mapping[str, float]], status: Callable[[], str]) -> None:
-        """serving(): the servers' cumulative counters, summed; status(): what is waited for, for the heartbeat."""
+    def watch(
+        self,
+        serving: Callable[[], Mapping[str, float]],
+        status: Callable[[], str],
+        sources: Iterable[Callable[[], Iterable[Wait]]] = (),
+    ) -> None:
+        """serving(): the servers' cumulative counters, summed; status(): what is waited for, for the heartbeat;
+        sources(): what is under way."""
         self._serving = serving
         self._last_serving = dict(serving())
-        self.progress.start_heartbeat(status)
+        self.progress.start_heartbeat(status, (*sources, self.waits))
+
+    def waits(self) -> list[Wait]:
+        """The traces that are being written. Any thread."""
+        tracing, wait = self._tracing, self._traces
+        return [wait] if tracing is not None and wait is not None and not tracing.done() else []
 
     def doing(self, name: str) -> AbstractContextManager[None]:
         """What the loop does now, for the heartbeat; outside of it the loop waits."""
@@ -95,19 +110,36 @@ class Recorder:
             self.flush()
             trajectories = [t for g in groups for t in g.trajectories]
             directory = self._run_dir.rollouts(step, "train")
+            limit = f"TRACES_S={TRACES_S:g}"
+            self._traces = Wait(
+                f"the traces of step {step} for {directory}", time.monotonic(), limit
+            )
             self._tracing = self._tracer.submit(write_traces, directory, trajectories, self._render)
         self._tell(step, row)
 
     def flush(self) -> None:
-        """All traces so far are on disk when this returns. Raises what writing them raised (a full disk)."""
+        """All traces so far are on disk when this returns. Raises what writing them raised (a full disk); OSError where
+        they are not written in TRACES_S."""
         tracing, self._tracing = self._tracing, None
-        if tracing is not None:
-            tracing.result()
+        if tracing is None or self._is_stuck:
+            return
+        try:
+            tracing.result(TRACES_S)
+        except TimeoutError:
+            if tracing.done():
+                raise
+            self._is_stuck = True
+            what = self._traces.what if self._traces is not None else "traces"
+            raise OSError(
+                f"{what} are not written after {TRACES_S:g} s; is the file system stuck?"
+            ) from None
 
     def close(self) -> None:
-        """End the thread after what it writes; what that raises was no longer asked for."""
+        """End the thread after what it writes, unless that is stuck; what it raises was no longer asked for."""
         self._first.close()
-        self._tracer.shutdown()
+        with suppress(Exception):
+            self.flush()
+        self._tracer.shutdown(wait=not self._is_stuck)
 
     def evaluation(self, version: int, name: str, result: Any) -> None:
         """One row and one line of an evaluation at a pinned version; its tokens count in no rate of a step."""

@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "run_id",  # "" stands for the stored one
     "steps",
     "data.epochs",
+    "data.deadline_s",
     "metrics.*",
     "checkpoint.*",
     "cluster.*",

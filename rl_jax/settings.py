@@ -365,6 +365,7 @@ class DataSettings:
     shuffle: bool = True
     train_on: str = "all"  # all | last: which assistant turns of a row
     too_long: str = "drop"  # drop | truncate | error: rows longer than learner.row_tokens
+    deadline_s: float = 600.0  # longest wait for one batch of rows
 
 
 @dataclass(frozen=True)

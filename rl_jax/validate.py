@@ -111,6 +111,7 @@ INTERVALS = {
     "data.eval_share": "[0, 1)",
     "data.batch_rows": "[1, inf)",
     "data.epochs": "[0, inf)",
+    "data.deadline_s": "(0, inf)",
     "warm_start.steps": "[0, inf)",
     "warm_start.batch_episodes": "[1, inf)",
     "warm_start.learning_rate": "(0, inf)",

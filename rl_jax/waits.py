@@ -34,10 +34,11 @@ class Wait(NamedTuple):
 def stack_head(thread: int | None) -> str:
     """Where a thread of this process is: "file.py:12 in function", of the innermost frame that is not the standard
     library's where there is one. thread: Thread.ident."""
-    frames = traceback.extract_stack(sys._current_frames().get(thread or 0))
-    ours = [frame for frame in frames if not frame.filename.startswith(STANDARD)] or frames
-    if not ours:
+    now = sys._current_frames().get(thread or 0)
+    if now is None:
         return "its end"
+    frames = traceback.extract_stack(now)
+    ours = [frame for frame in frames if not frame.filename.startswith(STANDARD)] or frames
     return f"{os.path.basename(ours[-1].filename)}:{ours[-1].lineno} in {ours[-1].name}"
 
 

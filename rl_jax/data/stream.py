@@ -5,10 +5,15 @@ exactly once, in an order of its own that depends on the seed and the pass only;
 next, so no row sits out, and its trajectories' uids carry the pass; restore(state()) gives the batches that would have
 come. With data.epochs passes the last batch may be short.
 Several loaders: each takes one `shard` (i, n) of every pass; together they give every row once.
+A batch that does not come within data.deadline_s ends the run: reading has a thread, which is then left behind.
 Must not: render ahead of what its buffer holds.
 """
 
+import threading
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -18,6 +23,7 @@ from rl_jax.data.order import epoch_order
 from rl_jax.data.rows import DataError
 from rl_jax.settings import DataSettings
 from rl_jax.types import Group
+from rl_jax.waits import Wait
 
 BUFFERED = 2  # batches rendered ahead
 # Rows of a stream without an end, which no run reaches. grain's own endless repeat has sys.maxsize of them, and its
@@ -63,17 +69,44 @@ class ExampleStream:
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=BUFFERED)
         self._iterator = iter(batches.to_iter_dataset(options))
         self._num_given = 0  # batches
+        self._wait: Wait | None = None  # for a batch
+        self._is_stuck = False
 
     def next(self) -> list[Group]:
-        """The next batch. Raises DataError behind the last of data.epochs, and what reading a row raises."""
+        """The next batch. Raises DataError behind the last of data.epochs or after data.deadline_s, and what reading a
+        row raises."""
+        limit = f"data.deadline_s={self._settings.deadline_s:g}"
+        self._wait = Wait(f"batch {self._num_given + 1} of rows", time.monotonic(), limit)
+        reading: Future = Future()
+        threading.Thread(target=self._read, args=(reading,), name="rows", daemon=True).start()
         try:
-            groups = next(self._iterator)
+            groups = reading.result(self._settings.deadline_s)
+        except FutureTimeout:
+            if reading.done():
+                raise
+            self._is_stuck = True
+            raise DataError(
+                f"{self._wait.what} did not come within {limit}; is the file system of data.path stuck?"
+            ) from None
         except StopIteration:
             raise DataError(
                 f"data.epochs={self._settings.epochs} passes are over; raise it to train longer"
             ) from None
+        finally:
+            self._wait = None
         self._num_given += 1
         return groups
+
+    def waits(self) -> list[Wait]:
+        """The batch that is waited for. Any thread."""
+        wait = self._wait
+        return [] if wait is None else [wait]
+
+    def _read(self, reading: Future) -> None:
+        try:
+            reading.set_result(next(self._iterator))
+        except BaseException as error:  # handed to the thread that waits
+            reading.set_exception(error)
 
     @property
     def epoch(self) -> float:
@@ -97,7 +130,9 @@ class ExampleStream:
         self._num_given = state["batches"]
 
     def close(self) -> None:
-        self._iterator.close()
+        """End its own threads, unless one of them is stuck."""
+        if not self._is_stuck:
+            self._iterator.close()
 
 
 def in_epoch(group: Group, epoch: int) -> Group:

@@ -32,6 +32,7 @@ import numpy as np
 from rl_jax.remote import framing
 from rl_jax.remote.framing import FramingError, Message, Reader, Refused, Unsendable
 from rl_jax.settings import ClusterSettings
+from rl_jax.waits import Wait
 
 MAX_QUEUED = 256 << 20  # bytes that wait in one lane; a lone larger message is let in
 MAX_WAITING = 1 << 16  # messages that wait in one lane
@@ -147,7 +148,7 @@ class Channel:
         self._num_calls = self._num_sent = 0
         self._counters: Counter[str] = Counter(late=0, foreign=0, refused=0, expired=0)
         self._reader = Reader(sock, self._heard)
-        self._silent_s = -grace_s
+        self._silent_s, self._heard_s = -grace_s, time.monotonic()
         self._threads = [
             threading.Thread(target=run, name=f"{what}-{name}", daemon=True)
             for what, run in (("read", self._read), ("write", self._write), ("pulse", self._beat))
@@ -350,8 +351,15 @@ class Channel:
             error = PeerGone(f"{self.name}: {failure}")
         self.close(error)
 
+    def waits(self) -> list[Wait]:
+        """A peer that has been silent for longer than it should. Any thread."""
+        if self.closed is not None or self._silent_s < 3 * self.settings.heartbeat_s:
+            return []
+        limit = f"cluster.lease_s={self.settings.lease_s:g}"
+        return [Wait(f"a sign of life of {self.name}", self._heard_s, limit)]
+
     def _heard(self) -> None:
-        self._silent_s = 0.0
+        self._silent_s, self._heard_s = 0.0, time.monotonic()
 
     def _received(self, message: Message | Refused) -> None:
         envelope = message.envelope or {}

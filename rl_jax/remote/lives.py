@@ -24,6 +24,7 @@ from rl_jax.remote.spec import ServerSpec
 from rl_jax.remote.starter import Starter
 from rl_jax.serve.loop import Progress
 from rl_jax.settings import ClusterSettings
+from rl_jax.waits import Wait
 
 PAUSE_S, MAX_PAUSE_S = 0.2, 10.0  # before a new process; it doubles while none gets ready
 STARTING = Progress(0, "its process is starting", is_compiling=True, is_idle=False)
@@ -59,6 +60,7 @@ class Lives:
         self._is_ready = self._got_ready = self._was_ready = False  # now, this process, any
         self._is_away = False  # a person may start another process, or never
         self._closing = False
+        self._started_s = time.monotonic()  # of the process that lives
         self._thread = threading.Thread(target=self._run, name=f"lives-{spec.name}", daemon=True)
 
     def start(self) -> None:
@@ -108,6 +110,17 @@ class Lives:
         with self._changed:
             now = self._progress
             return now._replace(num_done=self._num_done + now.num_done)
+
+    def waits(self) -> list[Wait]:
+        """A process that is not ready yet, or is silent. Any thread."""
+        with self._changed:
+            process, is_ready, now = self._process, self._is_ready, self._progress
+        if process is None or self._closing:
+            return []
+        waits = [] if process.channel is None else process.channel.waits()
+        if not is_ready:
+            waits.append(Wait(f"the start of {self.spec.name}", self._started_s, "", now.doing))
+        return waits
 
     def told(self, channel: Channel, stats: dict[str, Any]) -> None:
         """What the process of this channel counted by now, if it lives: what was told once is not forgotten."""
@@ -168,6 +181,7 @@ class Lives:
     def _live(self) -> str:
         """One process, from its start to its end; returns how it ended."""
         self.num += 1
+        self._started_s = time.monotonic()
         attempt = f"{self.num}.{secrets.token_hex(4)}"
         process = ServerProcess(
             self.spec,

@@ -36,6 +36,7 @@ from rl_jax.serve.loop import Progress, answer
 from rl_jax.serve.prefill_server import OnPrefix
 from rl_jax.settings import ClusterSettings, EngineSettings
 from rl_jax.types import Ack, Digest, Prefix, TurnError, TurnRequest
+from rl_jax.waits import Wait
 
 GRACE_S = 0.5  # a process that keeps its own deadline is heard before ours gives it up
 STATS_S = 1.0  # for the counters of now; else those of the last pulse are told
@@ -152,6 +153,10 @@ class RemoteServer:
     def progress(self) -> Progress:
         """How far it got, and what is being done, as of the last pulse."""
         return self._lives.progress()
+
+    def waits(self) -> list[Wait]:
+        """A process that is not ready yet, or is silent. Any thread."""
+        return self._lives.waits()
 
     # --- SyncTarget --------------------------------------------------------------------------
 

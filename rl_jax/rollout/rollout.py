@@ -42,7 +42,6 @@ from rl_jax.types import Dropped, Group, Sampler, SchedulerPolicy, Task, Tick
 from rl_jax.waits import Wait, stack_head
 
 LOG = logging.getLogger(__name__)
-STILL_S = 5.0  # without a tick, after which the loop counts as blocked by what runs on it
 TICK_S = 1.0  # how often the policy is asked without an event: free slots may change by themselves
 POLL_S = 0.5  # how often a blocked caller looks whether the thread still lives
 SLACK_S = (
@@ -74,6 +73,9 @@ class Rollout:
     vocab_size: int = 0  # of the model: ids that a server may sample; 0 = the tokenizer's
     turn_deadline_s: float = 60.0
     stop_deadline_s: float = 10.0
+    still_s: float = (
+        5.0  # without a tick, after which the loop counts as blocked by what runs on it
+    )
     rewards: RewardSettings = RewardSettings()
     quarantine_dir: Path | None = None
 
@@ -278,7 +280,7 @@ class Rollout:
         """What the workers of environments and scorers do, and the loop itself where it stands still; any thread."""
         waits = self.pool.waits()
         late_s = time.monotonic() - self._ticked_s
-        if self._ticker is not None and not self._is_closed and late_s > STILL_S:
+        if self._ticker is not None and not self._is_closed and late_s > self.still_s:
             limit = f"rollout.take_timeout_s={self.settings.take_timeout_s:g}"
             at = f"at {stack_head(self._thread.ident)}"
             waits.append(Wait("the rollout's loop stands still", self._ticked_s, limit, at))

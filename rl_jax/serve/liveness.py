@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rl_jax.serve.loop import Progress
 from rl_jax.settings import ServeSettings
+from rl_jax.waits import Wait
 
 LOOK_S = 1.0  # between two looks, at most
 LOOKS = 4  # in a timeout, at least
@@ -24,7 +25,10 @@ def interval_s(settings: ServeSettings) -> float:
 class _Seen:
     num_done: int
     at_s: float
+    since_s: float
     still_s: float = 0.0
+    doing: str = ""
+    limit: str = ""
 
 
 class Liveness:
@@ -37,15 +41,24 @@ class Liveness:
         """Why a server that has work counts as dead, or None. To be asked every interval_s(settings)."""
         seen = self._seen.get(name)
         if seen is None or progress.is_idle or progress.num_done != seen.num_done:
-            self._seen[name] = _Seen(progress.num_done, now_s)
+            self._seen[name] = _Seen(progress.num_done, now_s, now_s)
             return None
         seen.still_s += min(now_s - seen.at_s, 2 * interval_s(settings))
         seen.at_s = now_s
         key = "compile_deadline_s" if progress.is_compiling else "progress_timeout_s"
         bound_s = getattr(settings, key)
+        seen.doing, seen.limit = progress.doing, f"serve.{key}={bound_s:g}"
         if seen.still_s < bound_s:
             return None
         return f"no progress in serve.{key}={bound_s:g} s while {progress.doing}"
+
+    def waits(self) -> list[Wait]:
+        """Servers that have work and were seen to stand still. Any thread."""
+        return [
+            Wait(f"progress of {name}", seen.since_s, seen.limit, seen.doing)
+            for name, seen in list(self._seen.items())
+            if seen.still_s > 0
+        ]
 
     def forget(self, name: str) -> None:
         """It has no work, or was given up."""

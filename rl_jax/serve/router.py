@@ -42,6 +42,7 @@ from rl_jax.serve.prefill_choice import Context, Costs, PrefillLine, appends, ch
 from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.serve.roles import Roles
 from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
+from rl_jax.waits import Wait
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +193,10 @@ class Router:
 
     def stats(self) -> dict[str, float]:
         return {**self._counters, "role_moves": self._roles.moves, "sessions": len(self._sessions)}
+
+    def waits(self) -> list[Wait]:
+        """Servers that stand still over a turn. Any thread."""
+        return self._liveness.waits()
 
     # --- choosing ---------------------------------------------------------------------------
 

@@ -45,7 +45,9 @@ def echo_script(request):
 class World:
     """All parts of one rollout; `rollout` is not started."""
 
-    def __init__(self, path, settings=SETTINGS, tasks=None, sampler=None, pool=None, **kwargs):
+    def __init__(
+        self, path, settings=SETTINGS, tasks=None, sampler=None, pool=None, policy=None, **kwargs
+    ):
         tasks = {"echo": echo_tasks()} if tasks is None else tasks
         self.settings = settings
         self.ledger = Ledger(path / "ledger.jsonl", "r")
@@ -60,7 +62,7 @@ class World:
             RENDERER,
             self.buffer,
             self.ledger,
-            TrajectoryScheduler(),
+            policy or TrajectoryScheduler(),
             settings,
             run_id="r",
             seed=7,
