@@ -1,4 +1,5 @@
-"""Injected failures at each point of a sync, under traffic: `--failures 100` for a long run (about 2.5 s each)."""
+"""Injected failures, at each point of a sync under traffic, and of any process of a run: `--failures 100` for a long
+one (about 2.5 s each)."""
 
 import asyncio
 import itertools
@@ -8,11 +9,18 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from rl_jax.ledger import NEXT
+from rl_jax.rollout.episode import sample_seed
+from rl_jax.rollout.worker import EnvPool
+from rl_jax.settings import RewardSettings, TaskSource
 from rl_jax.types import TurnError
+from tests.rollout.doubles import SETTINGS, World
 
 pytestmark = [pytest.mark.slow(seconds=12), pytest.mark.timeout(1800)]
 
@@ -123,3 +131,116 @@ def test_no_token_of_an_unknown_version_gets_out_whenever_a_server_is_lost(local
         )
     assert slowest_s < kit.LEASE_S + kit.WEIGHTS.deadline_s
     assert {turn.server for _, turn, _ in traffic.turns} == {"decode.0", "decode.1"}
+
+
+STEPS, RUN_SEED = 100, 7  # RUN_SEED: doubles.World's
+
+
+class Killer:
+    """Kills processes of a run, one in `every` steps, at a random moment of the step; counts whom, and what was there
+    to be killed."""
+
+    def __init__(self, rng, pool, servers, num):
+        self.counts, self.timers = Counter(), []
+        self._rng, self._pool, self._servers = rng, pool, servers
+        self._kinds = ["env", "reward", "env", "server", "reward", "env"] * (num // 6 + 1)
+        self.every = max(1, STEPS // num)
+
+    def step(self, step):
+        if step % self.every == 0 and self._kinds:
+            timer = threading.Timer(self._rng.random() * 0.1, self._kill, (self._kinds.pop(0),))
+            timer.start()
+            self.timers.append(timer)
+
+    def _kill(self, kind):
+        if kind == "server":
+            living = [s for s in self._servers if s.fenced is None and s.pid is not None]
+        else:
+            workers = self._pool._workers.items()
+            living = [w for name, w in workers if name.startswith(kind) and w.is_usable]
+        if living:
+            self.counts[kind] += 1
+            os.kill(self._rng.choice(living).pid, signal.SIGKILL)
+
+
+def assert_sampled(engine, trajectory):
+    """Every token that was trained is what the weights of its version give there, for this episode's own seed."""
+    t = trajectory
+    for turn in set(t.turn_ids[t.loss_mask].tolist()):
+        places = np.flatnonzero((t.turn_ids == turn) & t.loss_mask)
+        seed = sample_seed(RUN_SEED, t.epoch, t.index, t.sample, turn)
+        versions = t.versions[places].tolist()
+        prompt = t.tokens[: places[0]].tolist()
+        want = engine.expected(prompt, len(places), offset=versions, seed=seed)
+        assert t.tokens[places].tolist() == want, (t.uid, turn)
+
+
+def test_run_of_a_hundred_steps_loses_nothing_while_its_processes_are_killed(
+    local, kit, request, tmp_path
+):
+    """L24: whichever process dies, no episode is lost, duplicated or trained twice, and the run ends by itself."""
+    num, seed = int(request.config.getoption("--failures")), random.randrange(1 << 30)
+    local.heal()
+    source = TaskSource("echo", "rl_jax.testing.envs:EchoEnv", "exact_match")
+    settings = replace(
+        SETTINGS, batch_groups=2, group_size=2, max_staleness=1, max_new_tokens=5, env_workers=2,
+        envs_per_worker=8, max_env_failures=100, take_timeout_s=60.0,
+    )  # fmt: skip
+    pool = EnvPool([source], settings, RewardSettings(workers=2))
+    pool.prepare()
+    tasks = {"echo": pool.list_tasks("echo", "train")}
+    router = local.router(prefill=(local.prefill,))
+    world = World(
+        tmp_path, settings, tasks, router, pool, context=kit.ENGINE.context, vocab_size=97
+    )
+    killer = Killer(random.Random(seed), pool, local.servers, 2 * num)
+    restarts = lambda: sum(server.stats()["restarts"] for server in local.servers)
+    before, first, trained, slowest_s = restarts(), local.version, [], 0.0
+    try:
+        world.rollout.start()
+        world.rollout.published(first)
+        for step in range(first + 1, first + 1 + max(STEPS, 2 * num)):
+            start_s = time.monotonic()
+            killer.step(step)
+            world.rollout.want(step, settings.batch_groups)
+            groups = world.buffer.take(step)
+            world.rollout.consumed(step, groups)
+            result = local.publish(step)
+            assert result.state in ("PUBLISHED", "PARTIAL"), (seed, result)
+            world.rollout.published(step)
+            world.rollout.check()  # the law, at each step
+            assert [len(group.trajectories) for group in groups] == [settings.group_size] * 2
+            trained += [t for group in groups for t in group.trajectories]
+            slowest_s = max(slowest_s, time.monotonic() - start_s)
+        for timer in killer.timers:
+            timer.join()
+        names = {"env": "envs/restarts", "reward": "rewards/restarts"}
+        for kind, name in names.items():
+            kit.until(lambda k=kind, n=name: world.rollout.counts()[n] == killer.counts[k], name)
+        world.rollout.drain()
+        counts, records = world.rollout.counts(), world.records()
+    finally:
+        world.rollout.close()
+        world.ledger.check(in_flight=0)
+        world.ledger.close()
+    for server in local.servers:
+        server.wait_ready(kit.PATIENCE_S)
+    logging.getLogger(__name__).warning(
+        "killed %s; %d of %d attempts errored; slowest step %.1f s",
+        dict(killer.counts), counts["episodes/errored"], counts["episodes/issued"], slowest_s,
+    )  # fmt: skip
+    kills = killer.counts
+    assert all(kills[kind] for kind in ("env", "reward", "server")), kills
+    assert restarts() - before == kills["server"]
+    assert counts.get("episodes/errored.reward_error", 0) == 0, "a scorer's end costs no score"
+    assert len({t.uid for t in trained}) == len(trained) == 4 * max(STEPS, 2 * num)
+    for trajectory in trained:
+        assert_sampled(local.engine, trajectory)
+    history = defaultdict(list)
+    for record in records:
+        history[record["uid"], record["attempt"]].append(record["state"])
+    ends = Counter(states[-1] for states in history.values())
+    assert not any(NEXT[state] for state in ends) and ends["TRAINED"] == len(trained), (seed, ends)
+    assert sum(ends.values()) == counts["episodes/issued"]
+    assert sum("TRAINED" in states for states in history.values()) == len(trained)
+    assert local.engine.vocab_size == 97 and pool.num_live == 0
