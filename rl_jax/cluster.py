@@ -22,9 +22,11 @@ from rl_jax.lowering import Program
 from rl_jax.mesh import Meshes, MeshPlan, ServerPlan, abstract_mesh, shardings
 from rl_jax.models import MODELS
 from rl_jax.models.decoder import Model
+from rl_jax.remote.carriers import Carriers
 from rl_jax.remote.server import RemoteDecodeServer, RemotePrefillServer
-from rl_jax.remote.spec import FACTORY, ServerSpec
+from rl_jax.remote.spec import FACTORY, ServerSpec, Spec, StoreSpec
 from rl_jax.remote.starter import ExternalStarter, LocalStarter, Starter
+from rl_jax.remote.store import Store
 from rl_jax.serve.balance import Balance
 from rl_jax.serve.build import build_server
 from rl_jax.serve.router import Router
@@ -194,7 +196,7 @@ class InProcCluster(Cluster):
 
 
 class ProcessCluster(Cluster):
-    """Every server a process, on simulated devices of its own; here are their proxies."""
+    """Every server a process, on simulated devices of its own, and stores of their hosts; here are their proxies."""
 
     def __init__(
         self, plan: MeshPlan, model: Model, settings: Settings, template_sha256: str, log_dir: Path
@@ -205,15 +207,19 @@ class ProcessCluster(Cluster):
         """
         cluster, deadline_s = settings.cluster, settings.weights.deadline_s
         self._specs = [_spec(server, model, settings, template_sha256) for server in plan.servers]
+        stores = [StoreSpec(f"store.{i}") for i in range(cluster.stores)]
         try:
-            self.starter = _starter(settings.cluster, log_dir, self._specs)
+            self.starter = _starter(settings.cluster, log_dir, [*self._specs, *stores])
         except (OSError, ValueError) as error:
             raise ServersNotReady(str(error)) from None
         self.commands = self.starter.commands
+        self.stores = [Store(spec, cluster, self.starter) for spec in stores]
+        self.carriers = Carriers(settings.weights.transport, self.stores)
         servers = []
         for spec in self._specs:
             kind = RemotePrefillServer if spec.kind == "prefill" else RemoteDecodeServer
-            servers.append(kind(spec, cluster, log_dir, deadline_s, self.starter))
+            more = (self.starter, self.carriers)
+            servers.append(kind(spec, cluster, log_dir, deadline_s, *more))
         super().__init__(plan, servers, template_sha256)
 
     def start(self) -> None:
@@ -222,19 +228,38 @@ class ProcessCluster(Cluster):
             self.starter.open(self._specs)
         except OSError as error:
             raise ServersNotReady(str(error)) from None
+        for store in self.stores:
+            store.start()
         super().start()
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """As Cluster.wait_ready, and for the stores."""
+        super().wait_ready(deadline_s)
+        for store in self.stores:
+            try:
+                store.wait_ready(deadline_s)
+            except (TimeoutError, RuntimeError) as error:
+                raise ServersNotReady(
+                    f"{error}; a store is a process of its own, one a host (cluster.stores)"
+                ) from None
 
     def counters(self) -> dict[str, float]:
         """With link_NAME: connections by what became of them (Listener.stats)."""
         linked = {f"link_{name}": num for name, num in self.starter.stats().items()}
-        return super().counters() | linked
+        stored: Counter[str] = Counter()
+        for store in self.stores:
+            stored.update(store.stats())
+        return super().counters() | linked | stored
 
     def close(self) -> None:
         super().close()
+        for store in self.stores:
+            store.close()
+        self.carriers.close()
         self.starter.close()
 
 
-def _starter(settings: ClusterSettings, log_dir: Path, specs: Sequence[ServerSpec]) -> Starter:
+def _starter(settings: ClusterSettings, log_dir: Path, specs: Sequence[Spec]) -> Starter:
     """Of the backend. Raises: OSError, ValueError."""
     if settings.backend == "external":
         return ExternalStarter(settings, log_dir, specs)

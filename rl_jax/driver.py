@@ -414,4 +414,5 @@ def _sync_metrics(result: SyncResult) -> dict[str, Metric]:
         "sync/stage_s": Metric(result.stage_s, 1),
         "sync/pause_s": Metric(result.pause_s, 1),
         "sync/bytes": Metric(result.num_bytes, 1),
+        "sync/link_bytes": Metric(result.link_bytes, 1),
     }

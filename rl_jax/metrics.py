@@ -137,6 +137,7 @@ METRICS = {
     "sync/stage_s": "seconds of resharding, copying and verifying weights while generation went on",
     "sync/pause_s": "longest pause of any server at the swap",
     "sync/bytes": "bytes staged on all servers",
+    "sync/link_bytes": "bytes of weights through sockets: one copy a server by channel, or one a host with a store",
     "perf/decode_tokens_per_s": "sampled tokens of all servers a second of the step",
     "perf/train_mfu": "batch/tflops over what the train devices' bfloat16 peak does in time/train_s",
     "perf/train_tokens_per_s": "tokens of the batch a second of the learner's step",

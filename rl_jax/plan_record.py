@@ -1,7 +1,7 @@
 """What a run will hold and move, from shapes alone: the content of plan.json, which a run keeps and a dry run prints.
 
-Owns: the count of device memory, sync bytes and checkpoints. Nothing here touches a device; the disk is asked only how
-much of it is free. Must not: write, or say what only a dry run finds out (dry_run.py).
+Owns: the count of device and host memory, sync bytes and checkpoints. Nothing here touches a device; the disk is asked
+only how much of it is free. Must not: write, or say what only a dry run finds out (dry_run.py).
 """
 
 import math
@@ -26,6 +26,7 @@ from rl_jax.mesh.rules import Rules, mesh_axes
 from rl_jax.models import MODELS
 from rl_jax.models.model import Model
 from rl_jax.models.value import ValueModel, value_model
+from rl_jax.remote.carriers import REGIONS
 from rl_jax.resume import checkpoint_steps
 from rl_jax.role_source import needed_roles
 from rl_jax.rollout.worker import EnvPool
@@ -68,6 +69,8 @@ def plan_record(
         "sync_bytes": wire * len(plan.servers),
         "memory": [dict(zip(POOL_COLUMNS, row)) for row in memory_rows(plan, model, settings)],
     }
+    if held := host_memory(model, settings):
+        record["host_memory"] = held
     if (need := checkpoint_need(setting, model)) is not None:
         record["checkpoint"] = asdict(need)
     if corpus is not None:
@@ -95,6 +98,9 @@ def plan_lines(record: Mapping[str, Any], setting: Setting) -> list[str]:
         f"model: {record['num_weights']:,} weights; a sync moves {record['sync_bytes'] // max(num_servers, 1):,} bytes"
         f" to each of {num_servers} servers"
     )
+    if held := record.get("host_memory"):
+        listed = ", ".join(f"{where} {num:,} bytes" for where, num in held.items())
+        lines.append(f"host memory that syncs hold: {listed}")
     if "checkpoint" in record:
         lines.append(_disk_line(CheckpointNeed(**record["checkpoint"]), setting.settings))
     if setting.collects:
@@ -166,6 +172,21 @@ def memory_rows(
         state = size * 4 * (ADAM_MOMENTS + 1) * is_critic
         rows.append((f"{mesh.pool} {where}", weights + state, weights, state, 0, 0))
     return rows
+
+
+def host_memory(model: Model, settings: Settings) -> dict[str, int]:
+    """Bytes of host memory that weight syncs hold beside the servers: where -> how much; {} where all are one process.
+
+    driver: two regions, of the largest bucket, from the first sync on. each store: a version, from its first bucket
+    until all servers of its host have it.
+    """
+    if settings.cluster.backend == "inproc":
+        return {}
+    served = jnp.dtype(settings.model.dtype).itemsize
+    sizes = [array.size * served for array in model.abstract.values()]
+    bucket = max(min(settings.weights.bucket_bytes, sum(sizes)), *sizes)
+    out = {"driver": REGIONS * bucket} if settings.weights.transport in ("auto", "shared") else {}
+    return out | ({"each store": sum(sizes)} if settings.cluster.stores else {})
 
 
 def checkpoint_need(setting: Setting, model: Model) -> CheckpointNeed | None:

@@ -28,7 +28,7 @@ from rl_jax.backend import child_variables
 from rl_jax.child import SECRET_VARIABLE, clean_environment, exit_text, give_variable
 from rl_jax.remote.link import address_of, address_text, new_secret
 from rl_jax.remote.listener import Expected, Listener
-from rl_jax.remote.spec import ServerSpec
+from rl_jax.remote.spec import Spec
 from rl_jax.remote.starter import EXIT_S, launched, told
 from rl_jax.settings import ClusterSettings
 
@@ -40,17 +40,22 @@ class RayHost:
     """The actor. It keeps nothing that anybody would miss."""
 
     def run(
-        self, name: str, words: Sequence[str], variables: Mapping[str, str], log_dir: str
+        self,
+        name: str,
+        program: str,
+        words: Sequence[str],
+        variables: Mapping[str, str],
+        log_dir: str,
     ) -> str:
         """Start the program, and wait until it has ended, which it does with its link. Returns: how it ended."""
         words = [*words, f"--parent={os.getpid()}"]
-        process, output = launched(name, words, variables, Path(log_dir))
+        process, output = launched(name, program, words, variables, Path(log_dir))
         code = process.wait()
         output.drain()
         return f"{exit_text(code, 0.0)}; {output.last_line()}"
 
 
-def demand(spec: ServerSpec) -> dict[str, float]:
+def demand(spec: Spec) -> dict[str, float]:
     """What a server takes, by Ray's names."""
     out = {"CPU": 1.0}
     if spec.hardware != "cpu":
@@ -109,7 +114,7 @@ class RayStarter:
 
     is_by_hand, commands = False, ()
 
-    def __init__(self, settings: ClusterSettings, log_dir: Path, specs: Sequence[ServerSpec]):
+    def __init__(self, settings: ClusterSettings, log_dir: Path, specs: Sequence[Spec]):
         """Raises: OSError where it cannot listen."""
         self._settings, self._log_dir = settings, log_dir
         self._secret = new_secret()
@@ -119,7 +124,7 @@ class RayStarter:
         self._folder: Path | None = None  # of a Ray that was started here
         self._is_ours = False
 
-    def open(self, specs: Sequence[ServerSpec]) -> None:
+    def open(self, specs: Sequence[Spec]) -> None:
         """Reach cluster.address, or start a Ray of this host; one that this process uses already is used on.
 
         Raises: OSError where there is none, or it will never hold all of them.
@@ -132,7 +137,7 @@ class RayStarter:
                 raise OSError(why)
             time.sleep(0.5)
 
-    def start(self, spec: ServerSpec, attempt: str) -> RayHandle:
+    def start(self, spec: Spec, attempt: str) -> RayHandle:
         expected = self._listener.expect(
             spec.name, attempt, told(spec, self._settings), by_name=True
         )
@@ -160,7 +165,9 @@ class RayStarter:
                 **child_variables(spec.num_devices),
                 SECRET_VARIABLE: self._secret.hex(),
             }
-            running = actor.run.remote(spec.name, words, variables, str(self._log_dir.resolve()))
+            running = actor.run.remote(
+                spec.name, spec.program, words, variables, str(self._log_dir.resolve())
+            )
         except RayError as error:
             expected.withdraw()
             raise OSError(f"Ray takes no actor: {_first_line(error)}") from None
@@ -226,7 +233,7 @@ def _reach(address: str) -> None:
         socket.create_connection(address_of(address), ASK_S).close()
 
 
-def missing(specs: Sequence[ServerSpec], nodes: Sequence[Mapping[str, Any]]) -> str:
+def missing(specs: Sequence[Spec], nodes: Sequence[Mapping[str, Any]]) -> str:
     """Why these can never all be placed, or "". nodes: of ray.nodes(), those that live."""
     offered = [node["Resources"] for node in nodes]
     for spec in specs:

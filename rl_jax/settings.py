@@ -429,7 +429,10 @@ class WeightSettings:
     kv: str = "recompute"  # recompute | keep: KV of live histories at a swap
     # To servers of the driver's process. packed: each device packs what each other one needs, without a collective |
     # reshard: a collective on the train mesh lays a bucket out as its targets do, then shards are copied.
-    transport: str = "packed"
+    # To servers of other processes. shared: through memory, on the driver's host | store: once to a process of their
+    # host (cluster.stores), then through memory | channel: to each through its socket.
+    # auto: packed; and the first of shared, store and channel by which a server can be reached.
+    transport: str = "auto"
     bucket_bytes: int = (
         1 << 30
     )  # smaller ones lose to the host's work a bucket (benchmarks/README.md)
@@ -500,6 +503,7 @@ class ClusterSettings:
         120.0  # for a server's process to come, and again to import JAX and build its engine
     )
     restarts: int = 3  # of the process of one server that has served; then the server stays away
+    stores: int = 0  # of local and external: processes, one a host, that take weights once for all servers there
 
 
 @dataclass(frozen=True)

@@ -416,6 +416,7 @@ class SyncResult:
     stage_s: float
     pause_s: float  # longest pause of any server
     detail: str = ""  # what failed, server by server; "" if PUBLISHED
+    link_bytes: int = 0  # of weights that went through sockets
 
 
 class SyncTarget(Protocol):
@@ -427,7 +428,10 @@ class SyncTarget(Protocol):
     # name -> NamedSharding on mesh; staged arrays come so, or whole where the mesh is another process's
     param_shardings: Mapping[str, Any]
 
-    def stage(self, sync_id: str, version: int, bucket: int, arrays: Mapping[str, Any]) -> None: ...
+    # Returns: bytes that went through a socket for it; None where nothing could
+    def stage(
+        self, sync_id: str, version: int, bucket: int, arrays: Mapping[str, Any]
+    ) -> int | None: ...
     def digest(self, sync_id: str) -> Digest: ...
     def commit(self, sync_id: str, kv: str, deadline_s: float) -> Ack: ...
     def discard(self, sync_id: str) -> None: ...

@@ -152,12 +152,16 @@ INTERVALS = {
     "cluster.lease_s": "(0, inf)",
     "cluster.start_timeout_s": "(0, inf)",
     "cluster.restarts": "[0, inf)",
+    "cluster.stores": "[0, inf)",
     "guards.truncated_above": "[0, 1]",
     "guards.ess_below": "[0, 1]",
     "guards.k3_above": "(0, inf)",
     "guards.lag0_above": "[0, inf)",
     "guards.every": "[1, inf)",
 }
+
+HERE = ("packed", "reshard")  # values of weights.transport, to servers of the driver's process
+ELSEWHERE = ("shared", "store", "channel")  # and to others
 
 SOURCE_INTERVALS = {"script_episodes": "[0, inf)", "script_skill": "[0, 1]"}  # of each task source
 
@@ -181,7 +185,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "learner.attention": ("auto", "plain", "cudnn", "splash"),
     "serve.pd_balance": ("fixed", "auto"),
     "weights.kv": ("recompute", "keep"),
-    "weights.transport": ("packed", "reshard"),
+    "weights.transport": ("auto", *HERE, *ELSEWHERE),
     "metrics.progress": PROGRESS_FORMS,
     "cluster.backend": ("inproc", "local", "external", "ray"),
     **dict.fromkeys(
@@ -199,6 +203,7 @@ NAMES: dict[str, Mapping[str, Any]] = {
     "algorithm.name": ALGORITHMS,
 }
 
+STORING = ("local", "external")  # values of cluster.backend that start stores
 LISTENING = ("external", "ray")  # values of cluster.backend whose processes come over TCP
 
 _PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -427,6 +432,30 @@ def _schedule(s: Settings) -> Iterator[str]:
         )
 
 
+def _transport(s: Settings) -> Iterator[str]:
+    c, transport = s.cluster, s.weights.transport
+    if c.backend == "inproc" and transport in ELSEWHERE:
+        yield (
+            f"weights.transport={transport} is to servers of other processes, and cluster.backend=inproc has none; use"
+            f" auto, {' or '.join(HERE)}"
+        )
+    if c.backend != "inproc" and transport in HERE:
+        yield (
+            f"weights.transport={transport} is to servers of the driver's process, and cluster.backend={c.backend} has"
+            f" none; use auto, {', '.join(ELSEWHERE[:-1])} or {ELSEWHERE[-1]}"
+        )
+    if c.stores and c.backend not in STORING:
+        yield f"cluster.stores={c.stores} is not used by backend {c.backend}; leave it 0"
+    if transport == "store" and not c.stores and c.backend in STORING:
+        yield "weights.transport=store needs a store; set cluster.stores to the number of hosts, or use auto"
+    if transport == "store" and c.backend == "ray":
+        yield "weights.transport=store: cluster.backend=ray starts no stores; use auto"
+    if c.stores and transport in ("shared", "channel"):
+        yield (
+            f"cluster.stores={c.stores} is not used by weights.transport={transport}; leave it 0, or use auto or store"
+        )
+
+
 def _cluster(s: Settings) -> Iterator[str]:
     c = s.cluster
     if c.address and c.backend != "ray":
@@ -438,6 +467,7 @@ def _cluster(s: Settings) -> Iterator[str]:
             f"cluster.host={c.host!r} is no address that a process could connect to; give the driver's own one in a"
             " private network"
         )
+    yield from _transport(s)
     if c.backend == "inproc":
         return
     if s.mesh.platform != "cpu":

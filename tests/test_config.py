@@ -159,6 +159,9 @@ BAD = [
     ("--config.rollout.replay_dir=x", "is read only by --mode=train_only, not by --mode=train"),
     ("--mode=train_only", "rollout.replay_dir is empty"),
     ("--config.cluster.address=h:1", "cluster.address=h:1 is not used by backend inproc"),
+    ("--config.weights.transport=rdma", "is not one of auto, packed, reshard, shared, store, channel"),
+    ("--config.weights.transport=shared", "weights.transport=shared is to servers of other processes, and cluster"),
+    ("--config.cluster.stores=1", "cluster.stores=1 is not used by backend inproc; leave it 0"),
     ("--config.mesh.pools[0].tags=chess", "mesh.pools[0].tags has 'chess', which no task source has"),
     ("--config.learner.warmup_steps=999", "learner.warmup_steps=999 is beyond steps="),
     # meshes
@@ -175,6 +178,33 @@ def test_bad_config_raises_its_line(two_tasks, word, line):
     assert any(line in error for error in errors), errors
     assert all("\n" not in error for error in errors)
     assert len(errors) <= (4 if word.startswith("--config.mesh") else 2), errors
+
+
+@pytest.mark.parametrize(
+    ("backend", "transport", "stores", "line"),
+    [
+        ("local", "reshard", 0, "weights.transport=reshard is to servers of the driver's process, and"),
+        ("external", "store", 0, "weights.transport=store needs a store; set cluster.stores to the number"),
+        ("ray", "store", 0, "weights.transport=store: cluster.backend=ray starts no stores; use auto"),
+        ("ray", "auto", 1, "cluster.stores=1 is not used by backend ray; leave it 0"),
+        ("local", "shared", 2, "cluster.stores=2 is not used by weights.transport=shared; leave it 0, or use"),
+        ("external", "store", 2, None),
+        ("local", "auto", 1, None),
+        ("ray", "shared", 0, None),
+    ],
+)  # fmt: skip
+def test_transport_fits_where_servers_run(two_tasks, backend, transport, stores, line):
+    words = [
+        "--config.mesh.platform=cpu",
+        f"--config.cluster.backend={backend}",
+        f"--config.weights.transport={transport}",
+        f"--config.cluster.stores={stores}",
+    ]
+    if line is None:
+        assert parse([two_tasks, *words]).settings.cluster.stores == stores
+        return
+    (error,) = errors_of(two_tasks, *words)
+    assert error.startswith(line)
 
 
 def test_config_file_that_is_not_there_is_told_with_those_that_are():

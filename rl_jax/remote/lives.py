@@ -13,14 +13,13 @@ Must not: know weights or turns, or say when a new process may serve (server.py)
 import logging
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from rl_jax.remote.channel import Channel
 from rl_jax.remote.process import LOOK_S, ServerProcess
-from rl_jax.remote.spec import ServerSpec
+from rl_jax.remote.spec import Spec
 from rl_jax.remote.starter import Starter
 from rl_jax.serve.loop import Progress
 from rl_jax.settings import ClusterSettings
@@ -41,7 +40,7 @@ class Lives:
 
     def __init__(
         self,
-        spec: ServerSpec,
+        spec: Spec,
         settings: ClusterSettings,
         starter: Starter,
         on_end: Callable[[str], None],
@@ -250,8 +249,3 @@ class Lives:
             self._on_end(f"its process ended: {why}")
         with self._changed:
             self.stats = {}
-
-
-def seconds_left(end_s: float) -> float:
-    """Until a time of the monotonic clock."""
-    return max(0.0, end_s - time.monotonic())

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rl_jax.remote.channel import Channel
-from rl_jax.remote.spec import ServerSpec
+from rl_jax.remote.spec import Spec
 from rl_jax.remote.starter import EXIT_S, Starter
 from rl_jax.settings import ClusterSettings
 
@@ -24,7 +24,7 @@ class ServerProcess:
 
     def __init__(
         self,
-        spec: ServerSpec,
+        spec: Spec,
         attempt: str,
         settings: ClusterSettings,
         starter: Starter,

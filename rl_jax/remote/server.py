@@ -1,11 +1,11 @@
 """RemoteDecodeServer and RemotePrefillServer: what Router and WeightSync know of a server whose process is another.
 
 They stand in the driver's process for a DecodeServer or a PrefillServer, with the same methods. A request goes to the
-process as a call and comes back as its answer; its key (uid#attempt.turn) is the process's, too. Weights come as host
-arrays (weights/host_copy.py), bucket by bucket, and are staged, digested and committed over there by the server's own
-StagedWeights. A prefix is fetched to the host by the process that computed it and goes through the driver to the one
-that decodes: two hops and two copies. From shard to shard, process to process (jax.experimental.transfer), it would be
-one.
+process as a call and comes back as its answer; its key (uid#attempt.turn) is the process's, too. Weights come as whole
+arrays (weights/host_copy.py), bucket by bucket, go over there as carriers.py picks, and are staged, digested and
+committed by the server's own StagedWeights. A prefix is fetched to the host by the process that computed it and goes
+through the driver to the one that decodes: two hops and two copies. From shard to shard, process to process
+(jax.experimental.transfer), it would be one.
 Invariants: every request ends in exactly one callback. A process that ends, for whatever reason, fences its server at
 once, and what it was asked fails (retryable); the next process of it serves only after a commit, once it has compiled.
 What was asked before a fence is never answered after it. A turn is given on only if each of its tokens has a version
@@ -26,9 +26,10 @@ import numpy as np
 
 from kernels.kv import KVSpec
 from rl_jax.remote import codec
-from rl_jax.remote.channel import Answer, CallTimeout, Lane
+from rl_jax.remote.carriers import Carriers, Load
+from rl_jax.remote.channel import Answer, CallTimeout
 from rl_jax.remote.codec import CodecError
-from rl_jax.remote.lives import Lives, seconds_left
+from rl_jax.remote.lives import Lives
 from rl_jax.remote.spec import ServerSpec
 from rl_jax.remote.starter import LocalStarter, Starter
 from rl_jax.serve.commands import OnDone
@@ -75,9 +76,11 @@ class RemoteServer:
         log_dir: Path,
         sync_deadline_s: float,
         starter: Starter | None = None,
+        carriers: Carriers | None = None,
     ):
         """log_dir: of this host's processes. sync_deadline_s: for staging, digesting and discarding
-        (weights.deadline_s). starter: None = children of this process."""
+        (weights.deadline_s). starter: None = children of this process. carriers: of the cluster; None = the channel
+        alone."""
         self.kind, self.name, self.pool = spec.kind, spec.name, spec.pool
         self.tags, self.hardware = spec.tags, spec.hardware
         self.template_sha256, self.settings = spec.template_sha256, spec.serve
@@ -85,6 +88,7 @@ class RemoteServer:
         self.mesh, self.param_shardings = spec.mesh, spec.param_shardings
         self.version = -1  # acknowledged last
         self._deadline_s = sync_deadline_s
+        self._carriers = carriers or Carriers()
         self._lock = threading.Lock()
         self._fence: str | None = None
         self._flights: set[_Flight] = set()
@@ -160,17 +164,17 @@ class RemoteServer:
 
     # --- SyncTarget --------------------------------------------------------------------------
 
-    def stage(self, sync_id: str, version: int, bucket: int, arrays: Mapping[str, Any]) -> None:
+    def stage(self, sync_id: str, version: int, bucket: int, arrays: Mapping[str, Any]) -> int:
         """arrays: whole ones, of the host or to be fetched to it. Waits for a process that is being started."""
         end_s = time.monotonic() + self._deadline_s
         channel = self._lives.wait_up(self._deadline_s)
-        host = [np.asarray(array) for array in arrays.values()]
-        body = {"sync_id": sync_id, "version": version, "bucket": bucket, "names": list(arrays)}
-        channel.call("stage", body, host, deadline_s=seconds_left(end_s), lane=Lane.BULK)
+        load = Load(sync_id, version, bucket, arrays, end_s)
+        num_bytes = self._carriers.carry(self.name, channel, load)
         with self._lock:
             self._syncs[sync_id] = version
             while len(self._syncs) > KEPT_SYNCS:
                 self._syncs.popitem(last=False)
+        return num_bytes
 
     def digest(self, sync_id: str) -> Digest:
         channel = self._lives.wait_up(self._deadline_s)
@@ -193,12 +197,14 @@ class RemoteServer:
                 raise ConnectionError(f"{self.name} ended after its commit: {self._fence}")
             was_fenced, self.version, self._fence = self._fence, ack.version, None
             self._committed(kv)
+        self._carriers.over(self.name, sync_id)
         if was_fenced is not None:
             log.info("%s has version %d and serves again (%s)", self.name, ack.version, was_fenced)
         return ack
 
     def discard(self, sync_id: str) -> None:
         """Nothing to do where no process lives."""
+        self._carriers.over(self.name, sync_id)
         if (channel := self._lives.channel) is not None:
             channel.call("discard", {"sync_id": sync_id}, deadline_s=self._deadline_s)
 
@@ -262,6 +268,7 @@ class RemoteServer:
             self._syncs.clear()
             self._versions.clear()
             self._gone()
+        self._carriers.over(self.name)
         self._fail_all(why)
 
     def _tell(self, verb: str, body: Mapping[str, Any]) -> None:

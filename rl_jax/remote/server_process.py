@@ -1,46 +1,31 @@
 """The program of a server's process: one engine on this process's own devices, and the DecodeServer or PrefillServer
-round it, asked through a channel.
+round it, asked through a channel. How it is started: program.py.
 
-    python -m rl_jax.remote.server_process TOLD                              a child of the driver (LocalStarter)
-    python -m rl_jax.remote.server_process --connect=HOST:PORT --server=NAME [--secret_file=FILE]
-                                                                             started by anybody else
-
-Life: 1 the channel to the driver is opened: over an inherited descriptor; or over TCP, with the run's secret out of the
-file or RL_JAX_CLUSTER_SECRET, and patience while the driver is not there or has a process of this server still.
-2 `build` says what to build: the factory that the driver names makes the server (make_server, unless a test has its
-own). 3 Requests and other quick commands are handed to the server on the channel's thread; `stage`, `digest`, `commit`,
-`discard` and `close` run in order on the main thread. 4 The channel ends, with the driver or by a lease without a sign
-of it: the process ends at once, whatever it does. One that has a parent to obey dies with it even when it is stopped
-(PR_SET_PDEATHSIG).
+Life: 1 the channel to the driver is opened. 2 `build` says what to build: the factory that the driver names makes the
+server (make_server, unless a test has its own). 3 Requests and other quick commands are handed to the server on the
+channel's thread; `stage`, `digest`, `commit`, `discard` and `close` run in order on the main thread. A bucket that is
+staged comes with its arrays, or with where in the memory of this host they lie (region.py). 4 The channel ends, with
+the driver or by a lease without a sign of it: the process ends at once, whatever it does.
 Must not: write a file (what it prints is its log), or keep state that the driver could not lose.
 """
 
-import argparse
-import ctypes
-import faulthandler
 import importlib
-import json
 import logging
-import os
 import queue
-import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from rl_jax import schema
-from rl_jax.child import SECRET_VARIABLE, take_variable
 from rl_jax.mesh import MeshPlan, make_mesh
-from rl_jax.remote import codec
+from rl_jax.remote import codec, region
 from rl_jax.remote.channel import Channel, Request
-from rl_jax.remote.link import address_of, connect, read_secret, secret_of
+from rl_jax.remote.program import leave, run_program
 from rl_jax.remote.spec import PROGRAM
 from rl_jax.serve.build import build_server
 from rl_jax.serve.decode_server import DecodeServer
@@ -48,7 +33,6 @@ from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.settings import ClusterSettings, Settings
 from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
 
-PR_SET_PDEATHSIG = 1
 MAX_ORDERS = 64  # more than all syncs of a run that time out could leave waiting
 SLOW = ("build", "stage", "digest", "commit", "discard", "close")
 QUICK = ("submit", "abort", "release", "fence", "stats")
@@ -96,6 +80,7 @@ class Service:
         self._orders: queue.Queue[Request] = queue.Queue(MAX_ORDERS)
         handlers: dict[str, Callable[[Request], None]] = dict.fromkeys(SLOW, self._later)
         handlers |= dict.fromkeys(QUICK, self._now)
+        handlers["reach"] = _reach
         self._channel = Channel(
             sock,
             "the driver",
@@ -103,7 +88,7 @@ class Service:
             ClusterSettings(**told["settings"]),
             handlers=handlers,
             pulse=self._pulse,
-            on_close=_leave,
+            on_close=leave,
         )
 
     def run(self) -> None:
@@ -158,13 +143,14 @@ class Service:
 
     def _stage(self, request: Request) -> None:
         body, places = request.body, self._server.param_shardings
-        names = body["names"]
-        if len(names) != len(request.arrays) or (unknown := sorted(set(names) - set(places))):
-            raise ValueError(f"{len(request.arrays)} arrays came for {names[:3]} ..., {unknown}")
-        # Nobody writes to what the channel read, so a device may alias it.
-        placed = jax.device_put(
-            dict(zip(names, request.arrays)), {name: places[name] for name in names}
-        )
+        if "region" in body:
+            arrays = region.take(body["region"])
+        else:
+            arrays = dict(zip(body["names"], request.arrays, strict=True))
+        if unknown := sorted(set(arrays) - set(places)):
+            raise ValueError(f"{unknown[0]} came, which the model of {self._server.name} has not")
+        # Nobody writes to what came from the channel or a region, so a device may use it in place.
+        placed = jax.device_put(arrays, {name: places[name] for name in arrays})
         jax.block_until_ready(placed)
         self._server.stage(body["sync_id"], body["version"], body["bucket"], placed)
         request.answer()
@@ -252,71 +238,21 @@ def placed_prefix(prefix: Prefix, engine: Any) -> Prefix:
     return replace(prefix, kv=jax.device_put(tuple(padded), engine.prefix_sharding))
 
 
+def _reach(request: Request) -> None:
+    try:
+        region.reach(request.body["at"])
+    except region.NotHere as error:
+        request.answer({"why": str(error)})
+    else:
+        request.answer({"why": ""})
+
+
 def _numbers(stats: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in stats.items()}
 
 
-def _leave(error: Exception) -> None:
-    """The driver is gone, or done: nothing here is of any use to anybody."""
-    log.info("the process ends: %s", error)
-    os._exit(0)
-
-
 def main() -> None:
-    faulthandler.enable()
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
-    if not sys.argv[1].startswith("--"):
-        told = json.loads(sys.argv[1])
-        _die_with(told["parent"])
-        Service(socket.socket(fileno=told["fd"]), told).run()
-    words = _parser().parse_args()
-    if words.parent:
-        _die_with(words.parent)
-    try:
-        secret = _secret(words.secret_file)
-        address = address_of(words.connect)
-        link = connect(address, secret, words.server, words.attempt, words.patience_s)
-    except (OSError, ValueError) as error:
-        sys.exit(f"{PROGRAM}: {error}")
-    log.info("%s is linked to %s", words.server, words.connect)
-    Service(*link).run()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", allow_abbrev=False)
-    parser.add_argument(
-        "--connect", required=True, metavar="HOST:PORT", help="where the driver listens"
-    )
-    parser.add_argument("--server", required=True, metavar="NAME", help="of the plan: decode.0")
-    parser.add_argument(
-        "--secret_file",
-        type=Path,
-        help=f"of the run; without it {SECRET_VARIABLE} holds the secret",
-    )
-    parser.add_argument(
-        "--patience_s", type=float, default=120.0, help="how long to try to reach the driver"
-    )
-    parser.add_argument("--attempt", default="", help="only by what the driver starts")
-    parser.add_argument("--parent", type=int, default=0, help="the process to die with")
-    return parser
-
-
-def _secret(path: Path | None) -> bytes:
-    """Raises: OSError; ValueError."""
-    given = take_variable(SECRET_VARIABLE)
-    if path is not None:
-        return read_secret(path)
-    if given is None:
-        raise ValueError(f"there is no --secret_file, and no {SECRET_VARIABLE} in the environment")
-    return secret_of(given, SECRET_VARIABLE)
-
-
-def _die_with(parent: int) -> None:
-    """Now, if the parent is gone; else with the thread of it that started this process."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
+    run_program(PROGRAM, lambda sock, told: Service(sock, told).run())
 
 
 if __name__ == "__main__":

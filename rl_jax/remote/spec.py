@@ -1,13 +1,14 @@
-"""What the driver knows of a server before any process of it lives, and which program its processes are."""
+"""What the driver knows of a server or a store before any process of it lives, and which program its processes are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kernels.kv import KVSpec
 from rl_jax.settings import EngineSettings, ServeSettings
 
 PROGRAM = "rl_jax.remote.server_process"
+STORE_PROGRAM = "rl_jax.remote.store_process"
 FACTORY = f"{PROGRAM}:make_server"
 
 
@@ -29,3 +30,19 @@ class ServerSpec:
     factory: str  # "module:attribute": job -> the server, in its process
     job: Mapping[str, Any]  # as JSON
     num_devices: int
+    program: str = PROGRAM
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """One store; what starters and lives ask of a ServerSpec."""
+
+    name: str  # store.0
+    factory: str = ""
+    job: Mapping[str, Any] = field(default_factory=dict)
+    num_devices: int = 1
+    hardware: str = "cpu"
+    program: str = STORE_PROGRAM
+
+
+Spec = ServerSpec | StoreSpec

@@ -29,7 +29,7 @@ from rl_jax.backend import child_variables
 from rl_jax.child import SECRET_VARIABLE, Log, clean_environment, exit_text, take_variable
 from rl_jax.remote.link import address_text, new_secret, secret_of, write_secret
 from rl_jax.remote.listener import Expected, Listener
-from rl_jax.remote.spec import PROGRAM, ServerSpec
+from rl_jax.remote.spec import Spec
 from rl_jax.settings import ClusterSettings
 
 EXIT_S = 5.0  # for a killed process to be gone
@@ -72,11 +72,11 @@ class Starter(Protocol):
     @property
     def commands(self) -> Sequence[str]: ...  # for a person to run, one a server
 
-    def open(self, specs: Sequence[ServerSpec]) -> None:
+    def open(self, specs: Sequence[Spec]) -> None:
         """Before anything is started. Raises: OSError, one line, where it is known that these can never all live."""
         ...
 
-    def start(self, spec: ServerSpec, attempt: str) -> Handle:
+    def start(self, spec: Spec, attempt: str) -> Handle:
         """Raises: OSError where no process can be started."""
         ...
 
@@ -87,7 +87,7 @@ class Starter(Protocol):
     def close(self) -> None: ...
 
 
-def told(spec: ServerSpec, settings: ClusterSettings) -> dict[str, Any]:
+def told(spec: Spec, settings: ClusterSettings) -> dict[str, Any]:
     """What a process must know before its channel is open."""
     return {"factory": spec.factory, "settings": asdict(settings)}
 
@@ -97,17 +97,18 @@ def told(spec: ServerSpec, settings: ClusterSettings) -> dict[str, Any]:
 
 def launched(
     name: str,
+    program: str,
     words: Sequence[str],
     variables: Mapping[str, str],
     log_dir: Path,
     fds: Sequence[int] = (),
 ) -> tuple[subprocess.Popen, Log]:
-    """The program of a server with these arguments, in a session of its own, and what it prints, in log_dir/NAME.log.
+    """The program of a process with these arguments, in a session of its own, and what it prints, in log_dir/NAME.log.
 
     variables: beside the clean environment.  fds: that it inherits.  Raises: OSError.
     """
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", PROGRAM, *words],
+        [sys.executable, "-P", "-m", program, *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -124,7 +125,7 @@ def launched(
 class Child:
     """A Handle."""
 
-    def __init__(self, spec: ServerSpec, attempt: str, settings: ClusterSettings, log_dir: Path):
+    def __init__(self, spec: Spec, attempt: str, settings: ClusterSettings, log_dir: Path):
         ours, theirs = socket.socketpair()
         self._sock: socket.socket | None = ours
         line = {
@@ -136,7 +137,7 @@ class Child:
         with theirs:
             variables, fds = child_variables(spec.num_devices), [theirs.fileno()]
             self._process, self._log = launched(
-                spec.name, [json.dumps(line)], variables, log_dir, fds
+                spec.name, spec.program, [json.dumps(line)], variables, log_dir, fds
             )
 
     @property
@@ -186,10 +187,10 @@ class LocalStarter:
     def __init__(self, settings: ClusterSettings, log_dir: Path):
         self._settings, self._log_dir = settings, log_dir
 
-    def open(self, specs: Sequence[ServerSpec]) -> None:
+    def open(self, specs: Sequence[Spec]) -> None:
         """Nothing to do."""
 
-    def start(self, spec: ServerSpec, attempt: str) -> Child:
+    def start(self, spec: Spec, attempt: str) -> Child:
         return Child(spec, attempt, self._settings, self._log_dir)
 
     def stats(self) -> dict[str, int]:
@@ -231,7 +232,7 @@ class ExternalStarter:
 
     is_by_hand = True
 
-    def __init__(self, settings: ClusterSettings, log_dir: Path, specs: Sequence[ServerSpec]):
+    def __init__(self, settings: ClusterSettings, log_dir: Path, specs: Sequence[Spec]):
         """The secret comes from RL_JAX_CLUSTER_SECRET, which leaves this process's environment, or is made and lies in
         log_dir until `close`. Raises: OSError; ValueError for a secret that is none."""
         given = take_variable(SECRET_VARIABLE)
@@ -243,10 +244,15 @@ class ExternalStarter:
             write_secret(self._file, secret)
         self.commands = tuple(self._command(spec) for spec in specs)
 
-    def open(self, specs: Sequence[ServerSpec]) -> None:
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port on which it listens."""
+        return self._listener.address
+
+    def open(self, specs: Sequence[Spec]) -> None:
         """Nothing to do: who will come cannot be known."""
 
-    def start(self, spec: ServerSpec, attempt: str) -> Guest:
+    def start(self, spec: Spec, attempt: str) -> Guest:
         line = told(spec, self._settings)
         return Guest(self._listener.expect(spec.name, attempt, line, by_name=False), self)
 
@@ -265,11 +271,16 @@ class ExternalStarter:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def _command(self, spec: ServerSpec) -> str:
+    def _command(self, spec: Spec) -> str:
         """For a shell, on any machine that has this code, and reads the file of the secret."""
         variables = child_variables(spec.num_devices)
         words = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
-        words += ["python", "-m", PROGRAM, f"--connect={address_text(*self._listener.address)}"]
+        words += [
+            "python",
+            "-m",
+            spec.program,
+            f"--connect={address_text(*self._listener.address)}",
+        ]
         words.append(f"--server={shlex.quote(spec.name)}")
         if self._file is not None:
             words.append(f"--secret_file={shlex.quote(str(self._file))}")

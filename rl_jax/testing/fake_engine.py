@@ -9,8 +9,10 @@ between calls but the counters. `before_block(engine)` runs at every generate: t
 slow it there.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,14 @@ from rl_jax.mesh import make_mesh, named_sharding
 from rl_jax.settings import EngineSettings
 from rl_jax.types import BlockTokens, FinishReason, PrefillChunk, SlotSampling
 
+BALLAST_RULES = {"rows": "tensor"}
 NAN_OFFSET = -1  # a weight under which every logit is NaN
+
+
+def ballasted(ballast: Mapping[str, Sequence[int]], mesh: Any) -> dict[str, Any]:
+    """param_shardings of a FakeEngine with this ballast on a mesh, abstract or not."""
+    axes = {"offset": ()} | {n: ("rows", *[None] * (len(s) - 1)) for n, s in ballast.items()}
+    return {name: named_sharding(of, BALLAST_RULES, mesh) for name, of in axes.items()}
 
 
 @dataclass
@@ -35,7 +44,8 @@ class FakeState:
 
 
 class FakeEngine:
-    """params: {"offset": i32[]}. Greedy and sampled alike; top-k and top-p mean nothing."""
+    """params: {"offset": i32[]}, and ballast that nothing computes with. Greedy and sampled alike; top-k and top-p
+    mean nothing."""
 
     packs_fresh = False
 
@@ -47,10 +57,16 @@ class FakeEngine:
         vocab_size: int = 97,
         device: int = 0,
         before_block: Callable[["FakeEngine"], None] = lambda engine: None,
+        ballast: Mapping[str, Sequence[int]] | None = None,
+        axes: Mapping[str, int] | None = None,
     ):
+        """device: the first of its mesh. ballast: shapes of float32 weights, cut along their first dimension by
+        axes["tensor"]."""
         self.settings, self.name, self.vocab_size = settings, name, vocab_size
-        self.mesh = make_mesh({}, jax.devices()[device : device + 1])
-        self.param_shardings = {"offset": named_sharding((), {}, self.mesh)}
+        self._ballast, axes = dict(ballast or {}), axes or {}
+        devices = jax.devices()[device : device + math.prod(axes.values())]
+        self.mesh = make_mesh(axes, devices)
+        self.param_shardings = ballasted(self._ballast, self.mesh)
         self.prefix_sharding = named_sharding((None,) * 4, {}, self.mesh)
         self.spec = KVSpec(1, 1, 1, settings.page_tokens, settings.cache_pages, "float32")
         self.move_buckets = (settings.cache_pages,)
@@ -60,9 +76,10 @@ class FakeEngine:
         self.num_blocks = self.max_active = 0
 
     def params(self, offset: int) -> dict[str, jax.Array]:
-        """The weights {"offset": offset}, laid out as param_shardings."""
-        value = jax.device_put(jnp.array(offset, jnp.int32), self.param_shardings["offset"])
-        return {"offset": value}
+        """The weights {"offset": offset}, and ballast of zeros, laid out as param_shardings."""
+        values = {"offset": jnp.array(offset, jnp.int32)}
+        values |= {name: jnp.zeros(shape) for name, shape in self._ballast.items()}
+        return jax.device_put(values, self.param_shardings)
 
     def zero_params(self) -> dict[str, jax.Array]:
         return self.params(0)

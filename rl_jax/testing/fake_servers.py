@@ -2,21 +2,26 @@
 specs of such servers.
 
 job: kind, name, engine (EngineSettings as a tree), serve (ServeSettings as a tree), block_s (how long a block takes),
-die_at_block (the engine raises there; 0 = never), num_compile_steps, compile_s (each step's).
+die_at_block (the engine raises there; 0 = never), num_compile_steps, compile_s (each step's), ballast, axes and device
+(as FakeEngine's), dump (a folder in which each commit leaves the bytes of what it swaps in, as NAME.npz; "" = none).
 """
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kernels.kv import KVSpec
 from rl_jax import schema
-from rl_jax.mesh import abstract_mesh, named_sharding
+from rl_jax.mesh import abstract_mesh
 from rl_jax.remote.spec import ServerSpec
 from rl_jax.serve import DecodeServer, PrefillServer
 from rl_jax.settings import EngineSettings, ServeSettings
-from rl_jax.testing.fake_engine import FakeEngine
+from rl_jax.testing.fake_engine import FakeEngine, ballasted
 
 FACTORY = "rl_jax.testing.fake_servers:make"
 
@@ -33,19 +38,36 @@ def make(job: Mapping[str, Any]) -> DecodeServer | PrefillServer:
         if engine.num_blocks + 1 == job["die_at_block"]:
             raise RuntimeError(f"told to die at block {engine.num_blocks + 1}")
 
-    engine = FakeEngine(settings, name=job["name"], before_block=before_block)
+    engine = FakeEngine(
+        settings,
+        name=job["name"],
+        before_block=before_block,
+        device=job["device"],
+        ballast=job["ballast"],
+        axes=job["axes"],
+    )
+    if job["dump"]:
+        engine.pack = lambda params: _dumped(params, Path(job["dump"]) / f"{job['name']}.npz")
     engine.num_compile_steps = job["num_compile_steps"]
     engine.before_compile = lambda engine: time.sleep(job["compile_s"])
     kind = {"prefill": PrefillServer, "decode": DecodeServer}[job["kind"]]
     return kind(job["name"], job["kind"], engine, serve)
 
 
+def _dumped(params: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Each weight as u8[bytes] of its elements in row-major order, whatever its sharding."""
+    whole = {name: np.ascontiguousarray(np.asarray(x)) for name, x in params.items()}
+    np.savez(path, **{name: x.reshape(-1).view(np.uint8) for name, x in whole.items()})
+    return params
+
+
 def fake_spec(
     name: str, kind: str, engine: EngineSettings, serve: ServeSettings, **job: Any
 ) -> ServerSpec:
     """Of a server that `make` makes. job: what differs from an engine that is quick and lives."""
-    mesh = abstract_mesh({})
     lively = {"block_s": 0.0, "die_at_block": 0, "num_compile_steps": 2, "compile_s": 0.0}
+    job = lively | {"ballast": {}, "axes": {}, "device": 0, "dump": ""} | job
+    mesh = abstract_mesh(job["axes"])
     return ServerSpec(
         name=name,
         pool=kind,
@@ -54,13 +76,11 @@ def fake_spec(
         hardware="cpu",
         template_sha256="",
         mesh=mesh,
-        param_shardings={"offset": named_sharding((), {}, mesh)},
+        param_shardings=ballasted(job["ballast"], mesh),
         engine=engine,
         kv=KVSpec(1, 1, 1, engine.page_tokens, engine.cache_pages, "float32"),
         serve=serve,
         factory=FACTORY,
-        job={"kind": kind, "name": name, "engine": asdict(engine), "serve": asdict(serve)}
-        | lively
-        | job,
-        num_devices=1,
+        job={"kind": kind, "name": name, "engine": asdict(engine), "serve": asdict(serve)} | job,
+        num_devices=math.prod(job["axes"].values()),
     )

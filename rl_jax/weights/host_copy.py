@@ -1,8 +1,8 @@
 """Moves one bucket of trained parameters to servers of other processes: once to the host, whatever their number.
 
 HostCopy casts the bucket to the served dtype where it lies and starts its copy to the host; every target gets the same
-arrays, which its proxy sends on. ByPlace gives each target what suits it: those of this process what one of TRANSPORTS
-gives.
+arrays, which its proxy brings to its process (remote/carriers.py). ByPlace gives each target what suits it: those of
+this process what one of TRANSPORTS gives.
 Invariants: what is sent never shares memory with the train state (the learner donates that); a bucket of new shapes
 compiles once.
 Must not: wait, know how a process is reached, or what a target's layout is (the process lays out what it gets).
@@ -38,16 +38,17 @@ class HostCopy:
 
 
 TRANSPORTS = {"packed": PackedCopy, "reshard": ReshardCopy}
+DEFAULT = "packed"
 
 
 class ByPlace:
     """The transport of a plan whatever its targets are."""
 
-    def __init__(self, plan: SyncPlan, transport: str = "packed"):
-        """transport: of TRANSPORTS, to targets of this process."""
+    def __init__(self, plan: SyncPlan, transport: str = DEFAULT):
+        """transport: of settings.WeightSettings; what is none of TRANSPORTS is of processes, and DEFAULT here."""
         self._is_here = {name: isinstance(t.mesh, Mesh) for name, t in plan.targets.items()}
         here = [name for name, is_here in self._is_here.items() if is_here]
-        self._here = TRANSPORTS[transport](plan, here)
+        self._here = TRANSPORTS[transport if transport in TRANSPORTS else DEFAULT](plan, here)
         self._elsewhere = HostCopy(plan)
 
     def send(

@@ -125,6 +125,7 @@ class _Attempt:
         self.failed: dict[str, str] = {}
         self.out: set[str] = set()  # of the failed, those fenced in this sync
         self.stage_s = 0.0
+        self.link_bytes = 0
         self.acks: list[Ack] = []
 
     def run(self) -> SyncResult:
@@ -163,20 +164,24 @@ class _Attempt:
                 del arrays
             staging.append(calls)
             if len(staging) >= IN_FLIGHT:
-                self.collect(staging.pop(0), f"bucket {bucket.index - IN_FLIGHT + 1} to be staged")
+                self.staged(staging.pop(0), f"bucket {bucket.index - IN_FLIGHT + 1} to be staged")
             if not self.has_decode():
                 return NO_DECODE
         # Behind the last bucket on every lane: the train mesh has its digest done while the last copies are under way.
         self.source = self.call("train", self.source_digest)
         self.digests = {n: self.call(n, t.digest, self.sync_id) for n, t in self.good().items()}
         for calls in staging:
-            self.collect(calls, "the last buckets to be staged")
+            self.staged(calls, "the last buckets to be staged")
         return None
 
-    def stage_one(self, target: SyncTarget, bucket: Bucket, arrays: Arrays) -> None:
-        """On the target's lane: hands the arrays over and waits until they are there."""
-        target.stage(self.sync_id, self.version, bucket.index, arrays)
+    def staged(self, calls: Mapping[str, Future], what: str) -> None:
+        self.link_bytes += sum(self.collect(calls, what).values())
+
+    def stage_one(self, target: SyncTarget, bucket: Bucket, arrays: Arrays) -> int:
+        """On the target's lane: hands the arrays over, waits until they are there. Returns: bytes through sockets."""
+        num_bytes = target.stage(self.sync_id, self.version, bucket.index, arrays)
         jax.block_until_ready(list(arrays.values()))
+        return num_bytes or 0
 
     def verify(self) -> str | None:
         """Phase 2. Returns why the whole sync must abort, or None."""
@@ -270,6 +275,7 @@ class _Attempt:
             stage_s=self.stage_s,
             pause_s=max((a.pause_s for a in self.acks), default=0.0),
             detail="; ".join(text for text in (cause, *failures) if text),
+            link_bytes=self.link_bytes,
         )
 
 
