@@ -207,7 +207,7 @@ class ProcessCluster(Cluster):
         """
         cluster, deadline_s = settings.cluster, settings.weights.deadline_s
         self._specs = [_spec(server, model, settings, template_sha256) for server in plan.servers]
-        stores = [StoreSpec(f"store.{i}") for i in range(cluster.stores)]
+        stores = [StoreSpec(name=f"store.{i}") for i in range(cluster.stores)]
         try:
             self.starter = _starter(settings.cluster, log_dir, [*self._specs, *stores])
         except (OSError, ValueError) as error:

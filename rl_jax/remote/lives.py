@@ -13,12 +13,13 @@ Must not: know weights or turns, or say when a new process may serve (server.py)
 import logging
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from rl_jax.remote.channel import Channel
-from rl_jax.remote.process import LOOK_S, ServerProcess
+from rl_jax.remote.process import LOOK_S, RemoteProcess
 from rl_jax.remote.spec import Spec
 from rl_jax.remote.starter import Starter
 from rl_jax.serve.loop import Progress
@@ -53,7 +54,7 @@ class Lives:
         self._starter, self._on_end = starter, on_end
         self._changed = threading.Condition()
         self._channel: Channel | None = None  # of a process that is built and lives
-        self._process: ServerProcess | None = None
+        self._process: RemoteProcess | None = None
         self._progress, self._num_done = STARTING, 0  # num_done of the processes before
         self._dropped: Counter[str] = Counter()  # of the processes before
         self._is_ready = self._got_ready = self._was_ready = False  # now, this process, any
@@ -182,7 +183,7 @@ class Lives:
         self.num += 1
         self._started_s = time.monotonic()
         attempt = f"{self.num}.{secrets.token_hex(4)}"
-        process = ServerProcess(
+        process = RemoteProcess(
             self.spec,
             attempt,
             self.settings,
@@ -215,7 +216,7 @@ class Lives:
                 self._dropped.update(channel.stats())
         return how
 
-    def _built(self, process: ServerProcess, result: Any) -> None:
+    def _built(self, process: RemoteProcess, result: Any) -> None:
         if isinstance(result, Exception):
             process.give_up(f"it could not be built: {type(result).__name__}: {result}")
             return
@@ -224,7 +225,7 @@ class Lives:
                 self._channel = process.channel
                 self._changed.notify_all()
 
-    def _pulse(self, process: ServerProcess, body: Any) -> None:
+    def _pulse(self, process: RemoteProcess, body: Any) -> None:
         """What the process says of itself: progress, ready, dead, stats."""
         if body is None:
             return  # it is not built yet

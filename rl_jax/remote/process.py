@@ -19,7 +19,7 @@ LOOK_S = 0.5
 DYING_S = 1.0  # for a process whose connection ended to end by itself, which tells how
 
 
-class ServerProcess:
+class RemoteProcess:
     """It is started by the constructor, and must be ended by `end`, on the thread that started it."""
 
     def __init__(
@@ -29,7 +29,7 @@ class ServerProcess:
         settings: ClusterSettings,
         starter: Starter,
         *,
-        on_pulse: Callable[["ServerProcess", Any], None],
+        on_pulse: Callable[["RemoteProcess", Any], None],
         on_end: Callable[[str], None],
     ):
         """attempt: names this process among those of the server. on_end: as soon as it counts as dead, once, with the

@@ -11,11 +11,11 @@ Must not: write a file (what it prints is its log), or keep state that the drive
 
 import importlib
 import logging
-import queue
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -24,18 +24,15 @@ import numpy as np
 from rl_jax import schema
 from rl_jax.mesh import MeshPlan, make_mesh
 from rl_jax.remote import codec, region
-from rl_jax.remote.channel import Channel, Request
-from rl_jax.remote.program import leave, run_program
+from rl_jax.remote.channel import Request
+from rl_jax.remote.program import run_program
+from rl_jax.remote.service import Service
 from rl_jax.remote.spec import PROGRAM
 from rl_jax.serve.build import build_server
 from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.prefill_server import PrefillServer
-from rl_jax.settings import ClusterSettings, Settings
+from rl_jax.settings import Settings
 from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
-
-MAX_ORDERS = 64  # more than all syncs of a run that time out could leave waiting
-SLOW = ("build", "stage", "digest", "commit", "discard", "close")
-QUICK = ("submit", "abort", "release", "fence", "stats")
 
 log = logging.getLogger(__name__)
 
@@ -71,51 +68,31 @@ class Elsewhere:
     engine: Any  # the prefill server's own
 
 
-class Service:
+def _reach(request: Request) -> None:
+    try:
+        region.reach(request.body["at"])
+    except region.NotHere as error:
+        request.answer({"why": str(error)})
+    else:
+        request.answer({"why": ""})
+
+
+class ServerService(Service):
     """The server of this process, as its channel sees it."""
 
+    orders = ("build", "stage", "digest", "commit", "discard", "close")
+    quick = ("submit", "abort", "release", "fence", "stats")
+    others: Mapping[str, Any] = MappingProxyType({"reach": _reach})
+
     def __init__(self, sock: socket.socket, told: Mapping[str, Any]):
-        self._make = told["factory"]
         self._server: Any = None
-        self._orders: queue.Queue[Request] = queue.Queue(MAX_ORDERS)
-        handlers: dict[str, Callable[[Request], None]] = dict.fromkeys(SLOW, self._later)
-        handlers |= dict.fromkeys(QUICK, self._now)
-        handlers["reach"] = _reach
-        self._channel = Channel(
-            sock,
-            "the driver",
-            told["attempt"],
-            ClusterSettings(**told["settings"]),
-            handlers=handlers,
-            pulse=self._pulse,
-            on_close=leave,
-        )
+        super().__init__(sock, told)
 
-    def run(self) -> None:
-        """Serve until the channel ends, and the process with it."""
-        self._channel.start()
-        while True:
-            request = self._orders.get()
-            try:
-                if request.left_s <= 0:
-                    raise TimeoutError(f"{request.verb} came too late to be begun")
-                getattr(self, f"_{request.verb}")(request)
-            except Exception as error:  # the boundary to the driver, which must learn of it
-                log.exception("%s failed", request.verb)
-                request.fail(error)
-
-    def _later(self, request: Request) -> None:
-        try:
-            self._orders.put_nowait(request)
-        except queue.Full:
-            raise RuntimeError(f"{MAX_ORDERS} orders wait already; the first is stuck") from None
-
-    def _now(self, request: Request) -> None:
+    def check_ready(self) -> None:
         if self._server is None:
             raise RuntimeError("the server is not built yet")
-        getattr(self, f"_{request.verb}")(request)
 
-    def _pulse(self) -> dict[str, Any] | None:
+    def pulse(self) -> dict[str, Any] | None:
         server = self._server
         if server is None:
             return None
@@ -136,7 +113,7 @@ class Service:
     # --- in order, on the main thread --------------------------------------------------------
 
     def _build(self, request: Request) -> None:
-        server = load(self._make)(request.body)
+        server = load(self.told["factory"])(request.body)
         server.start()
         self._server = server
         request.answer()
@@ -238,21 +215,12 @@ def placed_prefix(prefix: Prefix, engine: Any) -> Prefix:
     return replace(prefix, kv=jax.device_put(tuple(padded), engine.prefix_sharding))
 
 
-def _reach(request: Request) -> None:
-    try:
-        region.reach(request.body["at"])
-    except region.NotHere as error:
-        request.answer({"why": str(error)})
-    else:
-        request.answer({"why": ""})
-
-
 def _numbers(stats: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in stats.items()}
 
 
 def main() -> None:
-    run_program(PROGRAM, lambda sock, told: Service(sock, told).run())
+    run_program(PROGRAM, lambda sock, told: ServerService(sock, told).run())
 
 
 if __name__ == "__main__":

@@ -11,22 +11,20 @@ Must not: know servers, keep anything on a disk, or use a device.
 """
 
 import logging
-import queue
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_jax.remote import region
-from rl_jax.remote.channel import Channel, Request
-from rl_jax.remote.program import leave, run_program
+from rl_jax.remote.channel import Request
+from rl_jax.remote.program import run_program
 from rl_jax.remote.region import NoRoom, Part, Region
+from rl_jax.remote.service import Service
 from rl_jax.remote.spec import STORE_PROGRAM
-from rl_jax.settings import ClusterSettings
 
 KEPT_SYNCS = 2  # one that is read still, and one that is put
-MAX_ORDERS = 1 << 10
 
 log = logging.getLogger(__name__)
 
@@ -39,45 +37,18 @@ class _Bucket:
     came: set[int] = field(default_factory=set)
 
 
-class StoreService:
+class StoreService(Service):
     """The store of this process, as its channel sees it. Only `run`'s thread touches the buckets."""
 
+    orders = ("build", "probe", "put", "evict", "stats", "close")
+
     def __init__(self, sock: socket.socket, told: Mapping[str, Any]):
-        self._orders: queue.Queue[Request] = queue.Queue(MAX_ORDERS)
         self._syncs: OrderedDict[str, dict[tuple[int, int, int], _Bucket]] = OrderedDict()
         self._shown: Region | None = None
         self._held_bytes = self._num_puts = 0
-        verbs = ("build", "probe", "put", "evict", "stats", "close")
-        handlers: dict[str, Callable[[Request], None]] = dict.fromkeys(verbs, self._later)
-        self._channel = Channel(
-            sock,
-            "the driver",
-            told["attempt"],
-            ClusterSettings(**told["settings"]),
-            handlers=handlers,
-            pulse=self._pulse,
-            on_close=leave,
-        )
+        super().__init__(sock, told)
 
-    def run(self) -> None:
-        """Serve until the channel ends, and the process with it."""
-        self._channel.start()
-        while True:
-            request = self._orders.get()
-            try:
-                getattr(self, f"_{request.verb}")(request)
-            except Exception as error:  # the boundary to the driver, which must learn of it
-                log.exception("%s failed", request.verb)
-                request.fail(error)
-            del request  # its arrays must not live until the next one
-
-    def _later(self, request: Request) -> None:
-        try:
-            self._orders.put_nowait(request)
-        except queue.Full:
-            raise RuntimeError(f"{MAX_ORDERS} orders wait already") from None
-
-    def _pulse(self) -> dict[str, Any]:
+    def pulse(self) -> dict[str, Any]:
         doing = "it holds weights" if self._syncs else "it holds nothing"
         return {
             "ready": True,

@@ -79,7 +79,7 @@ class Party:
         elif how == "local":
             self.starter = LocalStarter(cluster, log_dir)
         else:
-            stores = [StoreSpec("store.0")]
+            stores = [StoreSpec(name="store.0")]
             self.starter = ExternalStarter(cluster, log_dir, [*specs, *stores])
             self.link = SlowLink(self.starter.address, FAST)
             (old, new) = (
