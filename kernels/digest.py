@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}  # by bytes an element
@@ -37,6 +38,13 @@ class ReplicasDiffer(ValueError):
         self.name, self.devices = name, devices
 
 
+def _fetched(array: jax.Array) -> np.ndarray:
+    """All of it, on every process that has a part of it (each must ask)."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
 @dataclass(frozen=True)
 class PendingDigest:
     """Partial sums under way on the devices; `result` waits for them."""
@@ -48,7 +56,7 @@ class PendingDigest:
 
     def result(self) -> dict[str, np.ndarray]:
         """name -> u32[2]. Raises: ReplicasDiffer."""
-        partials = np.asarray(self.partials)
+        partials = _fetched(self.partials)
         of_owner = np.take_along_axis(partials, self.owners[:, :, None], axis=0)
         differs = (partials != of_owner).any(axis=2)  # [D, N]
         if differs.any():

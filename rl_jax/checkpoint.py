@@ -10,6 +10,8 @@ not fall back to an older step; the manifest and `latest` do that.
 Life of a save: 1 arrays leave the devices (`save` returns: the learner may donate them); then on a thread: 2 orbax ends
 writing into a temporary directory, 3 every file is synced and hashed, the manifest is written and synced, 4 one rename
 makes it step_N, 5 older steps beyond `keep` are deleted. A kill at any point leaves the older steps whole.
+Where several processes share the state (jax.distributed), each calls the same methods in the same order, and orbax
+writes what each has; the first alone makes, names, verifies and deletes directories.
 Invariants: a directory step_N was complete when it got its name; a step is used only after all its bytes verified; an
 error of a save is raised by the next `save` or `wait`.
 Must not: choose what to do about a failure, or know what the state means: leaves are a flat name -> array dict.
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from rl_jax.disk import naming
@@ -100,8 +103,10 @@ class Checkpointer:
         self._wait = Wait(f"the save of step {step} into {self.directory}", time.monotonic(), limit)
         self._reach("its arrays are fetched")
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            if _is_first():
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            _meet(f"directory of step {step}")
             self._open_orbax().save(temporary / STATE, args=_save_args(leaves))
         except Exception as error:  # the boundary to orbax and the disk
             self._wait = None
@@ -210,6 +215,8 @@ class Checkpointer:
         try:
             self._reach("orbax writes its arrays")
             self._orbax.wait_until_finished()
+            if not _is_first():
+                return
             self._reach("its files are synced and hashed")
             manifest["files"] = _sync_and_hash(temporary)
             manifest["sha256"] = _manifest_sha(manifest)
@@ -252,7 +259,7 @@ class Checkpointer:
 
     def _sweep(self) -> None:
         """Once, what a killed process left: complete bundles get their name, the rest goes."""
-        if self._swept or not self.directory.is_dir():
+        if self._swept or not self.directory.is_dir() or not _is_first():
             return
         self._swept = True
         for path in self.directory.glob(".tmp_step_*"):
@@ -321,6 +328,17 @@ class Checkpointer:
 
             self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         return self._orbax
+
+
+def _is_first() -> bool:
+    """Whether this process is the one that owns the directories."""
+    return jax.process_index() == 0
+
+
+def _meet(what: str) -> None:
+    """Wait for the processes that share the state to get here, too."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
 
 
 def _orbax_to_log(record: logging.LogRecord) -> bool:

@@ -1,4 +1,5 @@
-"""Where the servers run: InProcCluster as threads of this process, ProcessCluster as processes of this host or others.
+"""Where the servers run: InProcCluster as threads of this process, ProcessCluster as processes of this host or others;
+and what starts the learner's processes, where there are any.
 
 Owns: the servers, or their proxies and what starts their processes, and the router in front of them.
 Life: the constructor builds them (no compile, no process) -> `start()` starts threads or processes, which serve after
@@ -24,7 +25,7 @@ from rl_jax.models import MODELS
 from rl_jax.models.decoder import Model
 from rl_jax.remote.carriers import Carriers
 from rl_jax.remote.server import RemoteDecodeServer, RemotePrefillServer
-from rl_jax.remote.spec import FACTORY, ServerSpec, Spec, StoreSpec
+from rl_jax.remote.spec import FACTORY, LEARNER_PROGRAM, ServerSpec, Spec, StoreSpec
 from rl_jax.remote.starter import ExternalStarter, LocalStarter, Starter
 from rl_jax.remote.store import Store
 from rl_jax.serve.balance import Balance
@@ -72,7 +73,10 @@ class Watched:
 class Cluster:
     """Servers and router of one plan, wherever they run. Sole owner of the servers."""
 
-    commands: Sequence[str] = ()  # for a person to run, one a server, where nobody else starts them
+    commands: Sequence[
+        str
+    ] = ()  # for a person to run, one a process, where nobody else starts them
+    starter: Starter | None = None  # of processes
 
     def __init__(
         self,
@@ -199,31 +203,35 @@ class ProcessCluster(Cluster):
     """Every server a process, on simulated devices of its own, and stores of their hosts; here are their proxies."""
 
     def __init__(
-        self, plan: MeshPlan, model: Model, settings: Settings, template_sha256: str, log_dir: Path
+        self,
+        plan: MeshPlan,
+        model: Model,
+        settings: Settings,
+        template_sha256: str,
+        log_dir: Path,
     ):
-        """log_dir: of the processes' logs, one a server, and of what else they need.
+        """log_dir: of the processes' logs, one each, and of what else they need.
 
         Raises: ServersNotReady where they could not come to this host.
         """
         cluster, deadline_s = settings.cluster, settings.weights.deadline_s
-        self._specs = [_spec(server, model, settings, template_sha256) for server in plan.servers]
+        specs = [_spec(server, model, settings, template_sha256) for server in plan.servers]
         stores = [StoreSpec(name=f"store.{i}") for i in range(cluster.stores)]
-        try:
-            self.starter = _starter(settings.cluster, log_dir, [*self._specs, *stores])
-        except (OSError, ValueError) as error:
-            raise ServersNotReady(str(error)) from None
-        self.commands = self.starter.commands
-        self.stores = [Store(spec, cluster, self.starter) for spec in stores]
+        self._specs: Sequence[Spec] = (*specs, *learner_specs(plan, settings))
+        self.starter = starter = make_starter(settings.cluster, log_dir, [*self._specs, *stores])
+        self.commands = starter.commands
+        self.stores = [Store(spec, cluster, starter) for spec in stores]
         self.carriers = Carriers(settings.weights.transport, self.stores)
         servers = []
-        for spec in self._specs:
+        for spec in specs:
             kind = RemotePrefillServer if spec.kind == "prefill" else RemoteDecodeServer
-            more = (self.starter, self.carriers)
+            more = (starter, self.carriers)
             servers.append(kind(spec, cluster, log_dir, deadline_s, *more))
         super().__init__(plan, servers, template_sha256)
 
     def start(self) -> None:
         """Raises: ServersNotReady where it is known that they can never all live."""
+        assert self.starter is not None, "the constructor made it"
         try:
             self.starter.open(self._specs)
         except OSError as error:
@@ -245,6 +253,7 @@ class ProcessCluster(Cluster):
 
     def counters(self) -> dict[str, float]:
         """With link_NAME: connections by what became of them (Listener.stats)."""
+        assert self.starter is not None, "the constructor made it"
         linked = {f"link_{name}": num for name, num in self.starter.stats().items()}
         stored: Counter[str] = Counter()
         for store in self.stores:
@@ -256,17 +265,21 @@ class ProcessCluster(Cluster):
         for store in self.stores:
             store.close()
         self.carriers.close()
+        assert self.starter is not None, "the constructor made it"
         self.starter.close()
 
 
-def _starter(settings: ClusterSettings, log_dir: Path, specs: Sequence[Spec]) -> Starter:
-    """Of the backend. Raises: OSError, ValueError."""
-    if settings.backend == "external":
-        return ExternalStarter(settings, log_dir, specs)
-    if settings.backend == "ray":
-        from rl_jax.ray_cluster import RayStarter  # an extra, and seconds to import
+def make_starter(settings: ClusterSettings, log_dir: Path, specs: Sequence[Spec]) -> Starter:
+    """Of the backend. Raises: ServersNotReady where processes could not come to this host."""
+    try:
+        if settings.backend == "external":
+            return ExternalStarter(settings, log_dir, specs)
+        if settings.backend == "ray":
+            from rl_jax.ray_cluster import RayStarter  # an extra, and seconds to import
 
-        return RayStarter(settings, log_dir, specs)
+            return RayStarter(settings, log_dir, specs)
+    except (OSError, ValueError) as error:
+        raise ServersNotReady(str(error)) from None
     return LocalStarter(settings, log_dir)
 
 
@@ -280,8 +293,28 @@ def make_cluster(
 ) -> Cluster:
     """The cluster that settings.cluster.backend names."""
     if settings.cluster.backend == "inproc":
-        return InProcCluster(plan, meshes, model, settings, template_sha256)
+        cluster = InProcCluster(plan, meshes, model, settings, template_sha256)
+        if others := learner_specs(plan, settings):
+            cluster.starter = make_starter(settings.cluster, log_dir, others)
+        return cluster
     return ProcessCluster(plan, model, settings, template_sha256, log_dir)
+
+
+def learner_specs(plan: MeshPlan, settings: Settings) -> Sequence[Spec]:
+    """The learner's processes of a plan; none where it trains in the driver's."""
+    num, train = settings.cluster.learner_processes, plan.train
+    if not num or train is None:
+        return ()
+    each = len(train.devices) // num
+    return tuple(
+        Spec(
+            name=f"learner.{rank}",
+            num_devices=each,
+            hardware=train.hardware,
+            program=LEARNER_PROGRAM,
+        )
+        for rank in range(num)
+    )
 
 
 def _spec(server: ServerPlan, model: Model, settings: Settings, template_sha256: str) -> ServerSpec:

@@ -118,8 +118,10 @@ class Driver:
         Raises Preempted, and what learner.step raises.
         """
         with self._signals():
+            self._keep_safe()
             for step, groups in batches:
                 self._or_stop(step, partial(self._replay_step, groups))
+                self._keep_safe()
             self.save()
         return self.state
 
@@ -248,6 +250,7 @@ class Driver:
     def _train(self, act: Callable[[int], None], evaluate: Callable[[str], None]) -> None:
         """Every step up to the last, with the evaluations and the saves that are due between them and at the end."""
         cfg, state = self.settings, self.state
+        self._keep_safe()
         if not state.evaluations:
             evaluate("first")
         elif self._is_evaluation_due() and state.evaluated < state.version:
@@ -258,8 +261,14 @@ class Driver:
                 evaluate("last")
             if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
                 self.save()
+            self._keep_safe()
         evaluate("last")
         self.save()
+
+    def _keep_safe(self) -> None:
+        """Save where the learner could not come back from its last save, or not soon."""
+        if self.parts.learner.wants_save:
+            self.save()
 
     def _learn(
         self, step: int, groups: Sequence[Group], clock: "Stopwatch"

@@ -17,6 +17,7 @@ from rl_jax.learner.batch import BatchError
 from rl_jax.learner.trained import NonFiniteError
 from rl_jax.ledger import LedgerError
 from rl_jax.models.hf_files import WeightsError
+from rl_jax.remote.learner import LearnerLost
 from rl_jax.resume import RunDirError
 from rl_jax.rollout.buffer import TakeTimeout
 from rl_jax.rollout.evaluation import EvaluationFailed, EvaluationUnplayable
@@ -51,6 +52,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (ScriptError, 4),
     (SyncFailed, 5),
     (ServersNotReady, 5),
+    (LearnerLost, 5),
     (TemplateMismatch, 5),
     (FleetExhausted, 5),
     (TakeTimeout, 5),

@@ -27,7 +27,7 @@ from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.algorithms.plugin import make_algorithm
 from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
-from rl_jax.cluster import Cluster, make_cluster
+from rl_jax.cluster import Cluster, learner_specs, make_cluster, make_starter
 from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.data.corpus import Corpus
 from rl_jax.data.stream import ExampleStream
@@ -35,8 +35,7 @@ from rl_jax.disk import disk_full
 from rl_jax.driver import SAVED, Driver, Parts
 from rl_jax.dry_run import dry_run, write_plan
 from rl_jax.learner.flops import peak_flops
-from rl_jax.learner.learner import Learner
-from rl_jax.learner.roles import Roles
+from rl_jax.learning import Learning, LearnsElsewhere, LearnsHere
 from rl_jax.ledger import Ledger
 from rl_jax.mesh import MeshPlan, build_meshes
 from rl_jax.metrics import Metric, MetricsWriter
@@ -56,6 +55,7 @@ from rl_jax.preflight import (
 from rl_jax.preflight_model import check_weights, history_notes
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
+from rl_jax.remote.starter import Starter
 from rl_jax.resume import (
     METRICS,
     PLAN,
@@ -80,8 +80,6 @@ from rl_jax.run_dir import RunDir
 from rl_jax.settings import Settings
 from rl_jax.signals import Preempted, interrupt, on_signal, stop_at_once
 from rl_jax.start import (
-    make_learner,
-    make_warm_learner,
     reads_source,
     saved_batches,
     saved_steps,
@@ -277,14 +275,18 @@ def _run_mode(job: Job) -> None:
     algorithm = make_algorithm(settings.algorithm, setting.resolve)
     if setting.reads:
         return _fit(job, algorithm, checkpointer, recorder)
-    learner = make_learner(setting, model, algorithm)
-    roles = make_roles(setting, learner)
-    with job.progress.doing("the weights of the start"):
-        state, extra, source = starting_point(setting, decision, checkpointer, roles)
+    others = learner_specs(setting.plan, settings)
     if mode == "train_only":
-        job.progress.start_heartbeat(lambda: "saved episodes", (checkpointer.waits, recorder.waits))
-        open_roles(setting, roles, source)
-        parts = Parts(roles, None, None, None, None, algorithm, checkpointer, recorder, {})
+        starter = make_starter(settings.cluster, job.run_dir.logs, others) if others else None
+        learning = _learning(job, algorithm, checkpointer, starter)
+        with job.progress.doing("the weights of the start"):
+            state, _ = learning.begin()
+        waits = (learning.waits, recorder.waits)
+        job.progress.start_heartbeat(lambda: "saved episodes", waits)
+        learning.open()
+        parts = Parts(
+            learning.roles, None, None, None, None, algorithm, learning.checkpointer, recorder, {}
+        )
         driver = Driver(parts, settings, state)
         driver.replay(saved_batches(settings, after=state.version))
     else:
@@ -293,19 +295,23 @@ def _run_mode(job: Job) -> None:
             job.run_dir.logs,
         )  # fmt: skip
         job.stack.callback(cluster.close)
+        learning = _learning(job, algorithm, checkpointer, cluster.starter)
+        with job.progress.doing("the weights of the start"):
+            begun = None if others else learning.begin()
         _import_before_threads()
         cluster.start()  # they compile from now on, beside all that follows
         for line in cluster.commands:
             job.progress.note(line)
-        parts = _live_parts(job, cluster, roles, algorithm, checkpointer, recorder, extra)
+        state, extra = begun or learning.begin()
+        parts = _live_parts(job, cluster, learning, algorithm, recorder, extra)
         driver = Driver(parts, settings, state)
         if mode == "train" and 0 < settings.steps <= state.version:
             job.progress.note(
                 f"version {state.version} is past steps={settings.steps}: nothing is trained; raise --config.steps"
             )
         if decision.resume_from is None and setting.warms_up:
-            _warm_start(job, cluster, learner, parts)
-        open_roles(setting, roles, source)
+            _warm_start(job, cluster, learning, parts)
+        learning.open()
         _settle(job, cluster)
         job.check_stop()
         if mode == "train":
@@ -321,6 +327,19 @@ def _run_mode(job: Job) -> None:
     summary = recorder.summary(driver.state.evaluations, episodes, **saved)
     for line in report.closing_lines(job.run_dir, mode, summary, driver.state.version, settings):
         job.progress.note(line)
+
+
+def _learning(
+    job: Job, algorithm: Any, checkpointer: Checkpointer, starter: Starter | None
+) -> Learning:
+    """Where the config says that the policy trains. starter: of the learner's processes, if it has any."""
+    setting, model, decision = job.setting, job.model, job.run_dir.decision
+    if not setting.settings.cluster.learner_processes:
+        return LearnsHere(setting, model, algorithm, decision, checkpointer)
+    assert starter is not None, "whoever asks for processes made it"
+    learning = LearnsElsewhere(setting, model, algorithm, decision, starter, job.run_dir.event)
+    job.stack.callback(learning.roles.close)
+    return learning
 
 
 def _import_before_threads() -> None:
@@ -369,25 +388,22 @@ def _fit(job: Job, algorithm: Any, checkpointer: Checkpointer, recorder: Recorde
 def _live_parts(
     job: Job,
     cluster: Cluster,
-    roles: Roles,
+    learning: Learning,
     algorithm: Any,
-    checkpointer,
-    recorder,
-    extra,
+    recorder: Recorder,
+    extra: Mapping[str, Any],
 ) -> Parts:
     """Rollout and sync around the cluster and the learner; all started."""
-    settings, stack, pool, learner = job.settings, job.stack, job.pool, roles.policy
+    settings, stack, pool, learner = job.settings, job.stack, job.pool, learning.roles.policy
     model = learner.model
     assert pool is not None, "every mode but train_only has environments"
     targets = cluster.watched_targets(settings.weights.deadline_s)
-    sync = WeightSync(
-        SyncPlan.build(
-            model.abstract, model.logical_axes, learner.mesh, learner.param_shardings,
-            targets, settings.model.dtype, settings.weights,
-        ),
-        targets,
-        settings.weights,
+    plan = SyncPlan.build(
+        model.abstract, model.logical_axes, learner.mesh, learner.param_shardings,
+        targets, settings.model.dtype, settings.weights,
     )  # fmt: skip
+    transport = learning.transport(plan) if learning.transport is not None else None
+    sync = WeightSync(plan, cluster.targets, settings.weights, transport)
     stack.callback(sync.close)
     ledger = Ledger(job.run_dir.ledger, settings.run_id)
     stack.callback(ledger.close)
@@ -415,12 +431,13 @@ def _live_parts(
         ledger.void(extra["version"])
         stream.restore(extra["stream"])
         rollout.issue_again([stream.task(epoch, index) for epoch, index in extra["pending"]])
-    waits = (rollout.waits, cluster.waits, checkpointer.waits, ledger.waits)
+    waits = (rollout.waits, cluster.waits, learning.waits, ledger.waits)
     recorder.watch(cluster.counters, rollout.status, waits)
     evaluations = evaluation_tasks(settings, pool)
     return Parts(
-        roles, rollout, buffer, ledger, sync, algorithm, checkpointer, recorder, evaluations
-    )
+        learning.roles, rollout, buffer, ledger, sync, algorithm, learning.checkpointer, recorder,
+        evaluations,
+    )  # fmt: skip
 
 
 def _settle(job: Job, cluster: Cluster) -> None:
@@ -469,8 +486,8 @@ def _recorder(job: Job) -> Recorder:
     return recorder
 
 
-def _warm_start(job: Job, cluster: Cluster, learner: Learner, parts: Parts) -> None:
-    """Supervised steps on scripted episodes; leaves version 0 in `learner`, with a fresh optimizer."""
+def _warm_start(job: Job, cluster: Cluster, learning: Learning, parts: Parts) -> None:
+    """Supervised steps on scripted episodes; leaves version 0 in the policy, with a fresh optimizer."""
     settings, pool, cfg, recorder = job.settings, job.pool, job.settings.warm_start, parts.recorder
     assert pool is not None
     groups: list[Group] = []
@@ -479,8 +496,7 @@ def _warm_start(job: Job, cluster: Cluster, learner: Learner, parts: Parts) -> N
             if source.script_episodes:
                 tasks = pool.list_tasks(source.tag, "train")
                 groups += parts.rollout.scripted(tasks, source.script_episodes, source.script_skill)
-    teacher = make_warm_learner(job.setting, job.model)
-    teacher.reset(learner.params)
+    teacher = learning.teacher()
     done = "compiling"
 
     def record(step: int, metrics: Mapping[str, Metric]) -> None:
@@ -492,5 +508,5 @@ def _warm_start(job: Job, cluster: Cluster, learner: Learner, parts: Parts) -> N
 
     with job.progress.phase("warm start", "the first step compiles", lambda: done):
         loss = warm_start(teacher, groups, cfg, settings.seed, record)
-    learner.reset(teacher.params)
+    learning.adopt(teacher)
     job.progress.note(f"warm start ended at a loss of {loss:.3f} nats a token")

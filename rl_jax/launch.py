@@ -1,10 +1,9 @@
 """`python -m rl_jax.launch`: flags -> settings -> checks -> the parts, wired -> Driver.run().
 
-Owns: the exit codes, and the turning of names into objects (nothing else resolves a table, nothing imports this
-file). Life: 1 config.parse reads and checks everything without jax; a bad word, or a run directory that cannot be used,
-is told in under a second. 2 The environments are imported once in a worker process and their tasks read, beside the
-import of jax. 3 The plan is built, the run directory opened. 4 The mode runs. 5 Whatever ends it becomes one line and
-an exit code.
+Owns: the exit codes; nothing imports this file. Life: 1 config.parse reads and checks everything without jax; a bad
+word, or a run directory that cannot be used, is told in under a second. 2 The environments are imported once in a
+worker process and their tasks read, beside the import of jax. 3 The plan is built, the run directory opened. 4 The mode
+runs. 5 Whatever ends it becomes one line and an exit code.
 Must not: hold a rule of its own about values (validate.py) or about order (driver.py).
 """
 
@@ -14,15 +13,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rl_jax import backend, config, live_view, resume
 from rl_jax.algorithms.options import is_known
 from rl_jax.console import say
 from rl_jax.mesh import MeshPlan
+from rl_jax.names import resolve
 from rl_jax.progress import Progress
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.run_dir import check_usable
@@ -33,7 +31,8 @@ EXIT_CONFIG, EXIT_PREEMPTED, EXIT_INTERRUPT = 2, 75, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one job; returns the exit code (0 done, 2 config, 3 data, 4 environments, 5 servers, 6 numbers, 7 storage,
+    """Run one job; returns the exit code (0 done, 2 config, 3 data, 4 environments, 5 servers or the learner's
+    processes, 6 numbers, 7 storage,
     75 preempted and saved, 130 interrupted)."""
     with on_signal(signal.SIGTERM, stop_at_once):  # a job's own handlers take over later
         try:
@@ -100,19 +99,6 @@ def _tell(error: BaseException, code: int) -> int:
     for line in lines:
         print(f"error: {' '.join(line.split()) or type(error).__name__}", file=sys.stderr)
     return code
-
-
-def resolve(name: str, table: Mapping[str, Any]) -> Any:
-    """The object behind a name of a literal table, or behind "package.module:attribute". Raises ConfigError."""
-    entry = table.get(name, name)
-    path = entry[0] if isinstance(entry, tuple) else entry
-    module, _, attribute = path.partition(":")
-    try:
-        return attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise config.ConfigError(
-            [f"{name} cannot be loaded: {type(error).__name__}: {error}"]
-        ) from error
 
 
 def leave(code: int) -> None:

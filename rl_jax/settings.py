@@ -504,6 +504,14 @@ class ClusterSettings:
     )
     restarts: int = 3  # of the process of one server that has served; then the server stays away
     stores: int = 0  # of local and external: processes, one a host, that take weights once for all servers there
+    # Where the policy trains. 0: in the driver's process | n: in n processes, each with as many of the train mesh's
+    # devices; with the backends external and ray they are started as the servers are, else on the driver's host
+    learner_processes: int = 0
+    learner_deadline_s: float = 1800.0  # for one order to them, its compile included
+    learner_journal_bytes: int = (
+        1
+        << 30  # of batches since the last save, kept to repeat them after a loss; then it is saved
+    )
 
 
 @dataclass(frozen=True)

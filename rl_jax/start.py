@@ -58,9 +58,18 @@ def make_warm_learner(job: Setting, model: Model) -> Learner:
     sft = job.resolve("sft", ALGORITHMS)(AlgorithmSettings(name="sft"))
     return make_learner(
         job, model, sft,
-        total_steps=cfg.steps, max_rows=cfg.batch_episodes,
-        learning_rate=cfg.learning_rate, schedule="cosine", warmup_steps=min(5, cfg.steps - 1),
+        total_steps=cfg.steps, max_rows=cfg.batch_episodes, **warm_settings(job.settings),
     )  # fmt: skip
+
+
+def warm_settings(settings: Settings) -> dict[str, Any]:
+    """What a warm start changes of LearnerSettings."""
+    cfg = settings.warm_start
+    return {
+        "learning_rate": cfg.learning_rate,
+        "schedule": "cosine",
+        "warmup_steps": min(5, cfg.steps - 1),
+    }
 
 
 def starting_point(
@@ -74,13 +83,9 @@ def starting_point(
         _begin(job, roles)
         return DriverState(), {}, None
     is_own = job.owns(source)
-    if is_own and not decision.is_exact:
-        newest = checkpointer.latest()  # what does not verify is set aside, loudly
-        if newest is None:
-            raise CheckpointError(
-                f"no checkpoint in {checkpointer.directory} verifies; start anew in another --run_dir"
-            )
-        source = checkpointer.directory / f"step_{newest}"
+    if is_own:
+        source = verified(job, decision, checkpointer).resume_from
+        assert source is not None, "verified keeps it"
     reader = Checkpointer(source.parent.parent, job.settings.checkpoint)
     step = step_of(source)
     has_critic = reader.holds(step, "critic/")
@@ -110,6 +115,21 @@ def starting_point(
     for change in decision.changes:
         job.note(f"changed since: {change}")
     return driver_state, extra, source
+
+
+def verified(job: Setting, decision: Decision, checkpointer: Checkpointer) -> Decision:
+    """The decision with the newest checkpoint that verifies, where it is the run's own and none was asked for by name.
+
+    Raises: CheckpointError where none does.
+    """
+    if decision.is_exact or not job.owns(decision.resume_from):
+        return decision
+    newest = checkpointer.latest()  # what does not verify is set aside, loudly
+    if newest is None:
+        raise CheckpointError(
+            f"no checkpoint in {checkpointer.directory} verifies; start anew in another --run_dir"
+        )
+    return replace(decision, resume_from=checkpointer.directory / f"step_{newest}", is_exact=True)
 
 
 def reads_source(settings: Settings, mode: str, decision: Decision) -> bool:

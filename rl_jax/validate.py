@@ -153,6 +153,9 @@ INTERVALS = {
     "cluster.start_timeout_s": "(0, inf)",
     "cluster.restarts": "[0, inf)",
     "cluster.stores": "[0, inf)",
+    "cluster.learner_processes": "[0, inf)",
+    "cluster.learner_deadline_s": "(0, inf)",
+    "cluster.learner_journal_bytes": "[1, inf)",
     "guards.truncated_above": "[0, 1]",
     "guards.ess_below": "[0, 1]",
     "guards.k3_above": "(0, inf)",
@@ -468,14 +471,17 @@ def _cluster(s: Settings) -> Iterator[str]:
             " private network"
         )
     yield from _transport(s)
-    if c.backend == "inproc":
+    if c.learner_processes:
+        yield from _learner_processes(s)
+    elif c.backend == "inproc":
         return
     if s.mesh.platform != "cpu":
+        what = f"backend={c.backend}" if c.backend != "inproc" else "learner_processes"
         yield (
-            f"cluster.backend={c.backend} gives each server simulated CPU devices of its own, which this mesh does not"
-            " ask for; use mesh.platform=cpu, or cluster.backend=inproc"
+            f"cluster.{what} gives each process simulated CPU devices of its own, which this mesh does not ask for; use"
+            " mesh.platform=cpu, or cluster.backend=inproc and cluster.learner_processes=0"
         )
-    if s.serve.pd_balance == "auto":
+    if s.serve.pd_balance == "auto" and c.backend != "inproc":
         yield (
             "serve.pd_balance=auto moves servers of the driver's process only; use cluster.backend=inproc, or"
             " serve.pd_balance=fixed"
@@ -485,6 +491,22 @@ def _cluster(s: Settings) -> Iterator[str]:
             f"cluster.lease_s={c.lease_s:g} is less than three times cluster.heartbeat_s={c.heartbeat_s:g}: a sign of"
             " life that is a little late would be a death; raise it"
         )
+
+
+def _learner_processes(s: Settings) -> Iterator[str]:
+    num = s.cluster.learner_processes
+    train = MeshPlan.from_settings(s.mesh, s.model).train
+    if train is not None and len(train.devices) % num:
+        yield (
+            f"cluster.learner_processes={num} does not divide the {len(train.devices)} devices of the train mesh; use"
+            " a divisor, or 0 to train in the driver's process"
+        )
+    for where in ("critic", "reference", "teacher", "reward_model"):
+        if pool := getattr(s, where).pool:
+            yield (
+                f"{where}.pool={pool}: with cluster.learner_processes every model that trains or scores lies on the"
+                " train mesh; leave it empty, or use cluster.learner_processes=0"
+            )
 
 
 RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
@@ -517,6 +539,11 @@ def _training_errors(s: Settings) -> Iterator[str]:
 
 
 def _mode_errors(s: Settings, mode: str) -> Iterator[str]:
+    num = s.cluster.learner_processes
+    if num and mode == "train" and options.learns_from_rows(s.algorithm, s.data):
+        yield (
+            f"cluster.learner_processes={num}: what trains on rows of data trains in the driver's process; use 0"
+        )
     replay = s.rollout.replay_dir
     if mode != "train_only" and replay:
         yield f"rollout.replay_dir={replay} is read only by --mode=train_only, not by --mode={mode}; leave it empty"

@@ -9,7 +9,7 @@ Must not: choose where a role lies or what it starts from (build_roles.py).
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -33,6 +33,8 @@ class Roles:
     head_start: int = 0  # steps of the critic before the policy's first update
     # "reference_logprobs" | "teacher_logprobs" | "reward_scores" -> who gives them
     frozen: dict[str, FrozenPolicy | Remembered] = field(default_factory=dict)
+
+    wants_save: ClassVar[bool] = False  # beyond what the config says
 
     @property
     def params(self) -> Params:

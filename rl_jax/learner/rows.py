@@ -56,6 +56,7 @@ class Rows:
             )
         self.sharding = named_sharding((None, "batch", None), rules, mesh)  # of arrays [M, R, *]
         self.replicated = NamedSharding(mesh, PartitionSpec())
+        self.is_shared = not self.replicated.is_fully_addressable  # with other processes
         self.param_shardings: dict[str, NamedSharding] = shardings(model.logical_axes, rules, mesh)
         self.capacity = max(ceil(max_rows / settings.microbatch_rows), 1)
         self.chunk = min(
@@ -88,7 +89,13 @@ class Rows:
 
     def put(self, batch: Batch, version: int) -> dict[str, jax.Array]:
         """The batch on the mesh, as version `version` consumes it. Raises: ValueError if it does not fit."""
-        return jax.device_put(*self._cut(batch, version))
+        arrays, target = self._cut(batch, version)
+        if self.is_shared:
+            return {
+                n: jax.make_array_from_callback(np.shape(a), target[n], np.asarray(a).__getitem__)
+                for n, a in arrays.items()
+            }
+        return jax.device_put(arrays, target)
 
     def abstract(self, batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of what `put` makes of any batch with these extras."""

@@ -26,7 +26,9 @@ class Scorer:
     def __init__(self, rows: Rows, forward: Forward | ValueForward):
         """Compiles at the first call."""
         self.rows, self.forward = rows, forward
-        self._run = jax.jit(make_score(forward), out_shardings=rows.sharding)
+        # Of a mesh that processes share, each of them gets all values: it could not read the others'.
+        where = rows.replicated if rows.is_shared else rows.sharding
+        self._run = jax.jit(make_score(forward), out_shardings=where)
 
     def __call__(self, params: Params, batch: Batch) -> np.ndarray:
         """f32[B, T] of the trained tokens, 0 elsewhere: log-probs, or values of a ValueForward."""

@@ -176,7 +176,7 @@ class TrainedModel:
     def _report_skip(self, batch: Batch, version: int, metrics, in_row: int) -> None:
         """Write the batch down; raise when there have been too many."""
         where = "nowhere (no dump_dir)"
-        if self._dump_dir is not None:
+        if self._dump_dir is not None and jax.process_index() == 0:
             self._dump_dir.mkdir(parents=True, exist_ok=True)
             kind = "nonfinite" if self.what == "policy" else f"nonfinite_{self.what}"
             path = self._dump_dir / f"{kind}_step_{version + 1}.npz"

@@ -123,6 +123,13 @@ class EvenEnv:
         pass
 
 
+class ScriptedEvenEnv(EvenEnv):
+    """With a script, for a warm start."""
+
+    def script(self, rng: random.Random, skill: float) -> str:
+        return "2" if rng.random() < skill else "1"
+
+
 @dataclass(frozen=True)
 class MisbehavingConfig:
     fault: str = "raise"  # a name of FAULTS

@@ -31,7 +31,7 @@ class HostCopy:
     ) -> dict[str, Arrays]:
         """As PackedCopy.send, but the arrays lie on the train mesh, on their way to the host, and are shared."""
         dtypes = tuple(self.plan.parameters[name].served.name for name in names)
-        cast = dict(zip(names, _cast([params[name] for name in names], dtypes), strict=True))
+        cast = dict(zip(names, cast_copies([params[name] for name in names], dtypes), strict=True))
         for array in cast.values():
             array.copy_to_host_async()
         return {target: dict(cast) for target in targets}
@@ -62,6 +62,7 @@ class ByPlace:
 
 
 @partial(jax.jit, static_argnums=1)
-def _cast(arrays: list[jax.Array], dtypes: tuple[str, ...]) -> list[jax.Array]:
+def cast_copies(arrays: list[jax.Array], dtypes: tuple[str, ...]) -> list[jax.Array]:
+    """The arrays in these dtypes where they lie; never the arrays themselves."""
     # Without the copy jit would hand an array of that dtype back as it came, and the learner donates it.
     return [jnp.copy(array.astype(dtype)) for array, dtype in zip(arrays, dtypes)]

@@ -28,6 +28,7 @@ import jax
 from kernels import digest
 from rl_jax.settings import WeightSettings
 from rl_jax.types import Ack, Digest, SyncResult, SyncTarget
+from rl_jax.weights.fetch_copy import Elsewhere
 from rl_jax.weights.host_copy import ByPlace
 from rl_jax.weights.lanes import Lane, Overdue, wait
 from rl_jax.weights.packed_copy import Arrays
@@ -39,7 +40,7 @@ GRACE_S = 1.0  # a server that keeps its own deadline is heard before ours gives
 
 log = logging.getLogger(__name__)
 
-Params = Mapping[str, jax.Array]
+Params = Mapping[str, jax.Array] | Elsewhere
 
 
 class WeightSync:
@@ -196,6 +197,8 @@ class _Attempt:
         return None
 
     def source_digest(self) -> Digest:
+        if isinstance(self.params, Elsewhere):
+            return self.params.digest(self.sync.plan.dtype.name)
         values = digest.digest_arrays(self.params, self.sync.plan.dtype)
         return Digest({name: (int(a), int(b)) for name, (a, b) in values.items()})
 
