@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from rl_jax.mesh import MeshPlan
 from rl_jax.serve import DecodeServer, PrefillServer, Router
+from rl_jax.serve.balance import Balance
 from rl_jax.settings import EngineSettings, ServeSettings
 from rl_jax.simulate.clock import VirtualLoop
 from rl_jax.simulate.cost_engine import CostEngine
@@ -36,8 +37,11 @@ class Servers:
         clock = asyncio.get_running_loop()
         if not isinstance(clock, VirtualLoop):
             raise RuntimeError("servers are simulated on a VirtualLoop; see simulate.clock.run")
+        is_auto = (
+            serve.pd_balance == "auto"
+        )  # as cluster.py and serve/build.py: any may get any role
         self.decode: list[DecodeServer] = []
-        self.prefill: list[PrefillServer] = []
+        self.prefill: list[PrefillServer | DecodeServer] = []
         for server in plan.servers:
             if server.hardware not in hardware:
                 raise ValueError(
@@ -47,7 +51,8 @@ class Servers:
             num_pages = costs.num_pages(engine.page_tokens)
             slots = min(engine.slots, 2 * num_pages // engine.table_pages)
             settings = replace(engine, num_pages=num_pages, slots=slots)
-            kind = PrefillServer if server.kind == "prefill" else DecodeServer
+            prefills = server.kind == "prefill"
+            kind = PrefillServer if prefills and not is_auto else DecodeServer
             made = kind(
                 server.name,
                 server.pool,
@@ -57,10 +62,11 @@ class Servers:
                 hardware=server.hardware,
                 loop=SteppedLoop,
             )
-            (self.prefill if kind is PrefillServer else self.decode).append(made)
+            (self.prefill if prefills else self.decode).append(made)
             made.start()
         self.commit(0)
-        self.router = Router(self.decode, self.prefill, plan)
+        balance = Balance() if is_auto else None
+        self.router = Router(self.decode, self.prefill, plan, balance=balance)
 
     def commit(self, version: int, kv: str = "recompute") -> None:
         """All servers use this version from their next iteration on."""
