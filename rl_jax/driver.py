@@ -7,7 +7,8 @@ One step s turns version s-1 into s:
 3. groups -> Batch -> advantages -> one learner step. The groups are TRAINED in the ledger only after the step returned.
 4. `sync.publish` moves the new weights to every server, between two of its decode blocks, while generation goes on.
 Synchronous and asynchronous training differ by one integer, `rollout.max_staleness`, which only the rollout's admission
-and the buffer's sweep read. Evaluation happens between steps, so one version serves all of it.
+and the buffer's sweep read; staleness_policy=adaptive moves it there, below that, between two steps. Evaluation happens
+between steps, so one version serves all of it.
 
 Must not: know an environment, a text, a kernel or a mesh; catch what it cannot handle.
 """
@@ -25,6 +26,7 @@ from rl_jax.data.corpus import Rows, batches
 from rl_jax.guards import Guards, GuardTripped, alarm_metrics
 from rl_jax.learner.batch import Batch, pack, with_advantages
 from rl_jax.metrics import Metric, merge_rows
+from rl_jax.rollout.bound import ADAPTIVE, Bound, Limits, Seen
 from rl_jax.rollout.buffer import Interrupted
 from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.rollout.traces import sampled_by
@@ -67,6 +69,7 @@ class DriverState:
     # name -> {"first": success, "last": success}; of a supervised run: name of a held-out figure -> its values
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluated: int = -1  # the version that was evaluated last, all of it
+    bound: Bound | None = None  # None: rollout.staleness_policy=fixed, or nothing was seen yet
 
 
 class Driver:
@@ -75,6 +78,7 @@ class Driver:
     def __init__(self, parts: Parts, settings: Settings, state: DriverState):
         self.parts, self.settings, self.state = parts, settings, state
         self.guards = Guards(settings.guards, settings.model.dtype)
+        self._limits, self._slots_idle_s = Limits(settings.rollout.max_staleness), 0.0
         self._stop: int | None = (
             None  # the signal that asked to stop, seen between steps and while waiting
         )
@@ -84,6 +88,9 @@ class Driver:
         """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
         p = self.parts
         p.buffer.select = p.algorithm.select  # here only: what is not trained is not filtered
+        if self.settings.rollout.staleness_policy == ADAPTIVE:
+            self.state.bound = self.state.bound or Bound.first(self._limits)
+            p.rollout.set_bound(self.state.bound.now)
         with self._signals():
             self.publish(self.state.version)
             # Saved before the drain: what that cancels is issued again by a resume with more steps.
@@ -152,9 +159,11 @@ class Driver:
         clock.lap("time/sync_s")
         p.rollout.check()
         metrics = {**learned, **selected, **clock.metrics(), **_sync_metrics(synced)}
+        counts = p.rollout.counts()
+        metrics["staleness/bound"] = Metric(self._adapt(step, metrics, counts), 1)
         with self._guarded(step, groups, batch, metrics) as metrics:
             with p.recorder.doing(f"the figures and traces of step {step}"):
-                p.recorder.step(step, groups, metrics, p.rollout.counts())
+                p.recorder.step(step, groups, metrics, counts)
 
     def make_batch(self, groups: Sequence[Group]) -> Batch:
         """Groups -> Batch with advantages and loss weights."""
@@ -236,6 +245,7 @@ class Driver:
             "algorithm": self.state.algorithm,
             "evaluations": self.state.evaluations,
             "evaluated": self.state.evaluated,
+            "bound": None if self.state.bound is None else self.state.bound.to_tree(),
         }
         if p.rollout is not None:
             extra.update(p.rollout.position(), ledger_seq=p.ledger.seq)
@@ -282,6 +292,22 @@ class Driver:
             state = algorithm.learned(self.state.algorithm, learned)
             self.state.algorithm = check_state(algorithm, "learned", state)
             return batch, learned
+
+    def _adapt(self, step: int, metrics: Mapping[str, Metric], counts: Mapping[str, float]) -> int:
+        """What the step's batch was bound by; under staleness_policy=adaptive, what those from the next take on are."""
+        bound, idle_s = self.state.bound, counts["time/slots_idle_s"]
+        idle_s, self._slots_idle_s = idle_s - self._slots_idle_s, idle_s
+        if bound is None:
+            return self._limits.most
+        if (seen := Seen.of(metrics, idle_s)) is not None:
+            self.state.bound = bound.saw(seen, self._limits)
+        if (now := self.state.bound.now) != bound.now:
+            self.parts.rollout.set_bound(now)
+            rates = {str(key): sums.rate for key, sums in self.state.bound.brought.items()}
+            self.parts.recorder.event(
+                "staleness_bound", step=step, bound=now, before=bound.now, worth_per_s=rates
+            )
+        return bound.now
 
     def _evaluated(self, when: str, found: Mapping[str, float]) -> None:
         """An evaluation is done: its figures by name, as the first or the last of the run."""

@@ -25,6 +25,7 @@ from rl_jax import schema
 from rl_jax.algorithms.plugin import make_algorithm
 from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
+from rl_jax.driver import DriverState
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.roles import Roles
 from rl_jax.mesh import Meshes, MeshPlan, make_mesh
@@ -36,6 +37,7 @@ from rl_jax.remote.program import run_program
 from rl_jax.remote.service import Service
 from rl_jax.remote.spec import LEARNER_PROGRAM
 from rl_jax.resume import Decision
+from rl_jax.rollout.bound import Bound, Limits
 from rl_jax.settings import Settings
 from rl_jax.start import make_learner, make_warm_learner, starting_point
 from rl_jax.weights.host_copy import cast_copies
@@ -101,7 +103,12 @@ class LearnerService(Service):
             job, _decision(body["decision"]), self._checkpointer, self._roles
         )
         self._source = source
-        told = {"state": asdict(state), "extra": extra, "source": str(source or ""), "notes": notes}
+        told = {
+            "state": state_to_wire(state),
+            "extra": extra,
+            "source": str(source or ""),
+            "notes": notes,
+        }
         self._answer(request, told)
 
     def _warm(self, request: Request) -> None:
@@ -164,6 +171,17 @@ class LearnerService(Service):
             request.answer(dict(body), arrays)
         else:
             request.answer()
+
+
+def state_to_wire(state: DriverState) -> dict[str, Any]:
+    bound = None if state.bound is None else state.bound.to_tree()
+    return asdict(replace(state, bound=None)) | {"bound": bound}
+
+
+def state_from_wire(body: Mapping[str, Any], most: int) -> DriverState:
+    """most: rollout.max_staleness."""
+    bound = None if body["bound"] is None else Bound.from_tree(body["bound"], Limits(most))
+    return DriverState(**{**body, "bound": bound})
 
 
 def decision_to_wire(decision: Decision) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from rl_jax.config import ConfigError
 from rl_jax.driver import DriverState
 from rl_jax.learner.packing import balance_of
 from rl_jax.learner.trained import NonFiniteError
-from rl_jax.learner_process import decision_to_wire
+from rl_jax.learner_process import decision_to_wire, state_from_wire
 from rl_jax.mesh import abstract_mesh, full_axes, mesh_axes, shardings
 from rl_jax.models.hf_files import WeightsError
 from rl_jax.models.model import Model
@@ -168,7 +168,8 @@ class LearnsElsewhere:
         told = self.roles.begin()
         for note in told["notes"]:
             self._job.note(note)
-        return DriverState(**told["state"]), told["extra"]
+        most = settings.rollout.max_staleness
+        return state_from_wire(told["state"], most), told["extra"]
 
     def teacher(self) -> Any:
         settings = self._job.settings

@@ -35,6 +35,7 @@ SERVED = (  # the servers' counters that make metrics
     "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers", "role_moves",
     "restarts",
 )  # fmt: skip
+IDLE = ("time/wait_for_policy_s", "time/slots_idle_s")  # the rollout's cumulative seconds
 SEEN = {  # metric -> counters whose quotient it is: a sum of what was there over how often that was looked at
     "running": ("block_running", "blocks"),
     "waiting": ("block_waiting", "blocks"),
@@ -60,7 +61,7 @@ class Recorder:
         self._settings, self._render, self._peak_flops = settings, render, peak_flops
         self._serving: Callable[[], Mapping[str, float]] = dict
         self._last_serving: dict[str, float] = {}
-        self._last_policy_wait_s = 0.0
+        self._last_idle: dict[str, float] = {}
         self._start_s = time.monotonic()
         self._lag0 = Metric(0.0, 0)
         self._useful = [0.0, 0.0]  # trained tokens, sampled tokens
@@ -98,7 +99,7 @@ class Recorder:
         """Write the row and the line of one step, and begin with its traces. Raises as flush(), of the step before."""
         row = {**metrics, **group_metrics(groups), **self._serve_metrics(metrics)}
         row.update(_count_metrics(counts))
-        row.update(self._policy_wait(counts))
+        row.update(self._idle(counts))
         self.steps += 1
         lag0 = metrics.get("mismatch/abs_mean_lag0_pure")
         if lag0 is not None:
@@ -220,12 +221,12 @@ class Recorder:
             self.progress.note(line, step=step)
         self._run_dir.status("running", step=step)
 
-    def _policy_wait(self, counts: Mapping[str, float]) -> dict[str, float]:
-        total = counts.get("time/wait_for_policy_s")
-        if total is None:
-            return {}
-        waited, self._last_policy_wait_s = total - self._last_policy_wait_s, total
-        return {"time/wait_for_policy_s": waited}
+    def _idle(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Of the step."""
+        totals = {name: counts[name] for name in IDLE if name in counts}
+        idle = {name: total - self._last_idle.get(name, 0.0) for name, total in totals.items()}
+        self._last_idle = totals
+        return idle
 
     def _served(self) -> dict[str, float]:
         """What the servers' counters grew by since this was asked before."""

@@ -172,6 +172,9 @@ class RolloutSettings:
     group_size: int = 8  # episodes of one task
     # 0 = synchronous; what a step trains is at most this many versions old
     max_staleness: int = 1
+    # fixed: max_staleness is the bound | adaptive: 1 to max_staleness, whichever trains the most effective samples a
+    # second (rl_jax/rollout/bound.py)
+    staleness_policy: str = "fixed"
     # what an age is counted from. oldest: the version of the oldest trained token | start: that at which the episode
     # started, which is the same or older
     age_of: str = "oldest"

@@ -25,8 +25,9 @@ from rl_jax.models import hf
 from rl_jax.models.model import Model
 from rl_jax.models.value import HEAD, ValueModel
 from rl_jax.resume import CONFIG, Decision, checkpoint_steps, step_of, stored_config
+from rl_jax.rollout.bound import ADAPTIVE, Bound, Limits
 from rl_jax.rollout.traces import read_groups
-from rl_jax.settings import AlgorithmSettings, Settings
+from rl_jax.settings import AlgorithmSettings, RolloutSettings, Settings
 from rl_jax.types import Group
 
 
@@ -110,6 +111,7 @@ def starting_point(
         algorithm=extra["algorithm"],
         evaluations=extra["evaluations"] if bool(theirs) == reads else {},
         evaluated=extra["evaluated"],
+        bound=_bound(extra, job.settings.rollout) if mode == "train" else None,
     )
     job.note(f"resumed from {source}: version {driver_state.version}")
     for change in decision.changes:
@@ -130,6 +132,13 @@ def verified(job: Setting, decision: Decision, checkpointer: Checkpointer) -> De
             f"no checkpoint in {checkpointer.directory} verifies; start anew in another --run_dir"
         )
     return replace(decision, resume_from=checkpointer.directory / f"step_{newest}", is_exact=True)
+
+
+def _bound(extra: Mapping[str, Any], settings: RolloutSettings) -> Bound | None:
+    """Under rollout.staleness_policy=adaptive, where the saved run had it too."""
+    if settings.staleness_policy != ADAPTIVE or extra.get("bound") is None:
+        return None
+    return Bound.from_tree(extra["bound"], Limits(settings.max_staleness))
 
 
 def reads_source(settings: Settings, mode: str, decision: Decision) -> bool:

@@ -496,6 +496,9 @@ class View:
     room: int | None = None  # episodes that may start in all; None = as many as are free
     # batches that the run takes until its end and no published version has consumed; None = no end is known
     batches_left: int | None = None
+    bound: int | None = (
+        None  # versions that a batch may be old now; None = SchedulerConfig.max_staleness
+    )
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from rl_jax.models.features import ACTIVATIONS, ROPE_FIELDS, context_errors, fea
 from rl_jax.progress import PROGRESS_FORMS
 from rl_jax.rewards import REWARDS
 from rl_jax.role_source import NEEDED_ROLE, role_errors
+from rl_jax.rollout.bound import ADAPTIVE, POLICIES
 from rl_jax.rollout.curriculum import curriculum_errors
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.settings import Settings
@@ -176,6 +177,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mesh.platform": ("", "cpu"),
     "tasks.curriculum.name": ("none", "dump"),
     "rollout.age_of": AGE_OF,
+    "rollout.staleness_policy": POLICIES,
     "rollout.history": ("keep", "template"),
     "rollout.short_group_infra": ("replace", "survivors", "drop"),
     "rollout.short_group_stale": ("replace", "survivors", "drop"),
@@ -521,6 +523,11 @@ RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
 
 def _training_errors(s: Settings) -> Iterator[str]:
     r = s.rollout
+    if r.staleness_policy == ADAPTIVE and r.max_staleness < 2:
+        yield (
+            f"rollout.staleness_policy={ADAPTIVE} chooses 1 to rollout.max_staleness={r.max_staleness}, which leaves no"
+            " choice; use max_staleness of at least 2, or fixed"
+        )
     if r.temperature == 0:
         yield "rollout.temperature=0 is greedy: its log-probs cannot be trained; use 1.0 (eval.temperature may be 0)"
     if r.top_p < 1 and r.top_k == 0:

@@ -124,6 +124,10 @@ BAD = [
     ("--config.model.max_context=100", "engine.context=256 is above model.max_context=100"),
     ("--config.model.dtype=fp8", "model.dtype=fp8 is not one of float32, bfloat16"),
     ("--config.weights.kv=drop", "weights.kv=drop is not one of recompute, keep"),
+    (
+        "--config.rollout.staleness_policy=auto",
+        "rollout.staleness_policy=auto is not one of fixed, adaptive",
+    ),
     ("--config.serve.pd_balance=off", "serve.pd_balance=off is not one of fixed, auto"),
     ("--config.cluster.backend=mpi", "cluster.backend=mpi is not one of inproc, local, external, ray"),
     ("--config.rollout.short_group_stale=x", "rollout.short_group_stale=x is not one of replace, survivors, drop"),
@@ -313,6 +317,10 @@ def test_a_flag_may_stand_twice_with_one_value(two_tasks):
         (
             ["--config.serve.pd_balance=auto", "--mesh=split_2"],
             "serve.pd_balance=auto has no server to move on mesh split_2",
+        ),
+        (
+            ["--config.rollout.staleness_policy=adaptive"],
+            "rollout.staleness_policy=adaptive chooses 1 to rollout.max_staleness=1, which leaves no choice; use",
         ),
         (
             ["--config.algorithm.name=kl_cov", "--config.rollout.max_staleness=0"],

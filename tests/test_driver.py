@@ -22,11 +22,13 @@ from rl_jax.engine.engine import JaxEngine
 from rl_jax.learner.batch import pack, with_advantages
 from rl_jax.learner.learner import Learner
 from rl_jax.mesh import MeshPlan, build_meshes
+from rl_jax.metrics import Metric
 from rl_jax.models.decoder import build_model
+from rl_jax.rollout.bound import Bound
 from rl_jax.rollout.episode import env_seed, sample_seed
 from rl_jax.rollout.tasks import TaskStream
 from rl_jax.rollout.traces import read_groups, read_traces
-from rl_jax.settings import Settings, WeightSettings
+from rl_jax.settings import RolloutSettings, Settings, WeightSettings
 from rl_jax.testing.envs import EvenEnv
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
 from rl_jax.types import Group, Outcome, Reward, SlotSampling, SyncResult, Trajectory
@@ -265,6 +267,54 @@ def test_asynchronous_training_holds_its_staleness_bound(tmp_path):
     ledger = map(json.loads, (directory / "ledger.jsonl").read_text().splitlines())
     assert not [record["uid"] for record in ledger if record["reason"] == "run_end"]
     assert "mismatch/abs_mean_lag1_pure" in rows(directory)[-1]
+
+
+def test_adaptive_bound_holds_from_step_to_step_and_through_a_resume(tmp_path):
+    words = ["--mesh=split_8:train1", "--config.rollout.max_staleness=3"]
+    words += ["--config.rollout.staleness_policy=adaptive"]
+    run_job(tmp_path, *words, "--config.steps=6")
+    (step,) = (tmp_path / "checkpoints").glob("step_*")
+    saved = json.loads((step / "MANIFEST.json").read_text())["extra"]["bound"]
+    assert saved["brought"] and saved["now"] in (1, 2)
+    run_job(tmp_path, *words, "--config.steps=9")
+    found = rows(tmp_path)
+    bounds = [row["staleness/bound"] for row in found]
+    assert bounds[:5] == [1] * 5 and bounds[6] == saved["now"] and len(bounds) == 9
+    assert all(row["staleness/max"] <= row["staleness/bound"] for row in found)
+    assert all(0 <= row["time/slots_idle_s"] <= row["time/step_s"] * 3 for row in found)
+    events = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    told = [
+        (event["step"], event["bound"]) for event in events if event["kind"] == "staleness_bound"
+    ]
+    changed = [(i, b) for i, (a, b) in enumerate(zip(bounds, bounds[1:]), 1) if a != b]
+    assert [pair for pair in told if pair[0] < 9] == changed
+
+
+def test_a_change_of_the_bound_reaches_the_rollout_and_is_told():
+    events, bounds = [], []
+    parts = SimpleNamespace(
+        rollout=SimpleNamespace(set_bound=bounds.append),
+        recorder=SimpleNamespace(event=lambda kind, **fields: events.append((kind, fields))),
+    )
+    adaptive = RolloutSettings(max_staleness=2, staleness_policy="adaptive")
+    driver = Driver(parts, Settings(rollout=adaptive), DriverState(bound=Bound(1)))
+    metrics = {
+        "time/step_s": Metric(10.0, 1), "time/wait_for_batch_s": Metric(8.0, 1), "is/ess": Metric(0.9, 1),
+    }  # fmt: skip
+    idle_s = 0.0
+    for step in range(1, 4):
+        idle_s += 5.0  # cumulative
+        assert driver._adapt(step, metrics, {"time/slots_idle_s": idle_s}) == 1
+    assert driver.state.bound.brought[1].idle_s == 15.0
+    assert bounds == [2] and driver.state.bound.now == 2
+    assert events == [
+        (
+            "staleness_bound",
+            {"step": 3, "bound": 2, "before": 1, "worth_per_s": {"1": pytest.approx(0.09)}},
+        )
+    ]
+    fixed = Driver(parts, Settings(rollout=RolloutSettings(max_staleness=2)), DriverState())
+    assert fixed._adapt(1, metrics, {"time/slots_idle_s": 5.0}) == 2 and len(bounds) == 1
 
 
 def test_sum_norm_aggregation_divides_by_the_context_unless_told_otherwise(one_device, tmp_path):

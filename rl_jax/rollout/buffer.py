@@ -3,8 +3,9 @@
 Owns: every group between its completion and the publication of the version that its step makes. Thread-safe: the
 rollout's thread puts, sweeps and releases; the driver's thread takes.
 Invariants:
-- bound: a group handed out for step s is at most max_staleness versions older than s - 1, by its oldest trained token
-  or, with age_of=start, by the episode that started first.
+- bound: a group handed out for step s is at most `bound` versions older than s - 1, by its oldest trained token or,
+  with age_of=start, by the episode that started first. It is max_staleness, or less (rollout.staleness_policy); how
+  many groups it holds goes by max_staleness.
   Groups that grew too old are dropped at every version bump (sweep) and again at take. With short_group_stale=survivors
   only their old members are, with replace they go back to be completed (reclaim); take then leaves them alone, and a
   group of which `select` dropped members goes whole under every rule: its statistics are of all of them.
@@ -80,6 +81,7 @@ class SampleBuffer:
             )
         self.tags = tuple(tags)
         self._settings, self._ledger = settings, ledger
+        self._bound = settings.max_staleness
         self.status = status  # what episodes do now; the rollout puts its own here
         # Algorithm.select, asked about each group as it completes; None = all are kept (nothing trains on them).
         self.select: Select | None = None
@@ -191,6 +193,14 @@ class SampleBuffer:
             for step in done:
                 del self._taken[step]
                 self._trained.discard(step)
+
+    def set_bound(self, bound: int) -> None:
+        """No take() from now on gives what is older; the sweep of Dispatcher.set_bound drops it. Raises: ValueError."""
+        most = self._settings.max_staleness
+        if not 0 <= bound <= most:
+            raise ValueError(f"a staleness bound of {bound}; use 0 to rollout.max_staleness={most}")
+        with self._change:
+            self._bound = bound
 
     def fail(self, error: BaseException) -> None:
         """Every take() from now on raises `error`."""
@@ -388,7 +398,7 @@ class SampleBuffer:
         return tuple(t for t in members if self._is_fresh(now, oldest_counted([t], age_of, now)))
 
     def _is_fresh(self, version: int, oldest: int) -> bool:
-        return is_fresh(version, oldest, self._settings.max_staleness)
+        return is_fresh(version, oldest, self._bound)
 
     def _check_sha256(self, trajectory: Trajectory) -> None:
         """E5: equal at the COMPLETED record and here."""

@@ -48,6 +48,7 @@ from rl_jax.types import (
     SchedulerPolicy,
     Scored,
     Start,
+    Tick,
     Trajectory,
     View,
 )
@@ -73,6 +74,7 @@ class Dispatcher:
 
     def __post_init__(self):
         size, staleness = self.settings.group_size, self.settings.max_staleness
+        self._bound = staleness
         self._state = self.policy.init(SchedulerConfig(self.tags, size, staleness))
         self._groups: dict[str, LiveGroup] = {}  # in order of issue
         # Under short_group_stale=replace: what became the groups that are in the buffer.
@@ -87,6 +89,10 @@ class Dispatcher:
         self._last_step: int | None = None
         self._idle_since_s: float | None = None
         self.wait_for_policy_s = 0.0  # wanted, but the bound let nothing run
+        self._free_share, self._free_since_s = 0.0, now_s()
+        self.slots_idle_s = (
+            0.0  # seconds times the share of slots that were free though batches were wanted
+        )
         self.drops: Counter[str] = (
             Counter()
         )  # scored members of dropped groups, by the reason's first word
@@ -121,13 +127,23 @@ class Dispatcher:
         """`version` serves from now on."""
         self.version = max(self.version, version)
         self.buffer.release(version)
+        self._sweep(Published(version))
+
+    def set_bound(self, bound: int) -> None:
+        """Batches are at most so many versions old from now on; what is older goes as at a version bump."""
+        self._bound = bound
+        self._sweep(Tick())
+
+    def _sweep(self, event: Event) -> None:
+        """What no step may consume any more leaves the buffer; then the policy decides on the event."""
+        version = self.version
         for group in self.buffer.reclaim(version):
             self._groups[group.uid] = self._complete_ones[group.uid]
         held = {group.uid for group in self.buffer.snapshot()} if self._complete_ones else ()
         self._complete_ones = {u: group for u, group in self._complete_ones.items() if u in held}
         for group in self.buffer.sweep(version):
             self.handle(Dropped(group.uid, STALE))
-        self.handle(Published(version))
+        self.handle(event)
 
     def view(self) -> View:
         groups = tuple(group.view(self.version) for group in self._groups.values())
@@ -147,6 +163,7 @@ class Dispatcher:
             places=self.slots.places(),
             room=self.slots.room,
             batches_left=self._batches_left(),
+            bound=self._bound,
         )
 
     # --- what others ask --------------------------------------------------------------------------------------------
@@ -293,7 +310,7 @@ class Dispatcher:
 
     def _shed(self, group: LiveGroup) -> None:
         """Members that are too old go, each with a record, and the rule of short_group_stale decides what then."""
-        stale = group.stale(self.version, self.settings.max_staleness)
+        stale = group.stale(self.version, self._bound)
         tries = max((group.tries[sample] for sample in stale), default=0)
         is_replaced = self.settings.short_group_stale == "replace"
         if is_replaced and tries >= self.settings.max_attempts:
@@ -355,12 +372,18 @@ class Dispatcher:
             self.slots.release(slot)
 
     def _note_idle(self) -> None:
-        """Count the time in which batches were wanted and nothing ran."""
+        """Count the time in which batches were wanted and nothing ran, or slots were free."""
         at_s = now_s()
         if self._idle_since_s is not None:
             self.wait_for_policy_s += at_s - self._idle_since_s
         is_idle = self._need > 0 and not any(g.members for g in self._groups.values())
-        self._idle_since_s = at_s if is_idle and not self._has_all() else None
+        has_all = self._has_all()
+        self._idle_since_s = at_s if is_idle and not has_all else None
+        self.slots_idle_s += self._free_share * (at_s - self._free_since_s)
+        self._free_since_s = at_s
+        free = min(self.slots.room, sum(self.slots.free().values()))
+        is_held_back = free > 0 and self._need > 0 and not has_all
+        self._free_share = free / (free + self.slots.num_live) if is_held_back else 0.0
 
     def _batches_left(self) -> int | None:
         return None if self._last_step is None else max(0, self._last_step - self.version)

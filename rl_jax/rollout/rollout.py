@@ -174,6 +174,11 @@ class Rollout:
         """Every server serves `version` now: steps up to it are consumed, what is too old goes; does not wait."""
         self._post(self._dispatcher.published, version)
 
+    def set_bound(self, bound: int) -> None:
+        """Batches are at most `bound` versions old from the next take on; does not wait. Raises: ValueError."""
+        self.buffer.set_bound(bound)
+        self._post(self._dispatcher.set_bound, bound)
+
     def consumed(self, step: int, groups: Sequence[Group]) -> None:
         """learner.step(step) returned: TRAINED, on disk when this returns. Call it before published(step)."""
         self.buffer.consumed(step, groups)
@@ -249,6 +254,7 @@ class Rollout:
             counts |= {f"curriculum/prob.{tag}": p for tag, p in curriculum.probs.items()}
         counts["open_tokens"] = self._dispatcher.num_open_tokens() + self.buffer.num_open_tokens()
         counts["time/wait_for_policy_s"] = self._dispatcher.wait_for_policy_s
+        counts["time/slots_idle_s"] = self._dispatcher.slots_idle_s
         return counts
 
     def status(self) -> str:

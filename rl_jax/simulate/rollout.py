@@ -88,20 +88,39 @@ class SimulatedRollout:
         """Run so many steps from the first. Returns: of each, how long after the begin its batch was
         taken, and the batch.
         """
-        taken, loop = [], asyncio.get_running_loop()
-        begin_s = loop.time()
+        taken, begin_s = [], asyncio.get_running_loop().time()
         self.dispatcher.published(0)
         for step in range(1, num_steps + 1):
-            self.dispatcher.want(step, self.settings.batch_groups, num_steps)
-            groups = await self._take(step)
-            taken.append((loop.time() - begin_s, groups))
-            await asyncio.sleep(train_s)
-            self.buffer.consumed(step, groups)
-            commit(step)
-            self.dispatcher.published(step)
-            num_open = self.dispatcher.num_open_episodes() + self.buffer.num_open_episodes()
-            self.ledger.check(num_open)
+            at_s, groups = await self.step(step, num_steps, lambda groups: train_s, commit)
+            taken.append((at_s - begin_s, groups))
         return taken
+
+    async def step(
+        self,
+        step: int,
+        last_step: int | None,
+        train_s: Callable[[Sequence[Group]], float],
+        commit: Callable[[int], None] = lambda version: None,
+    ) -> tuple[float, list[Group]]:
+        """Version step - 1 -> step; version 0 is told before. last_step: None = no end is known.
+
+        Returns: when its batch was taken, and the batch.
+        """
+        self.dispatcher.want(step, self.settings.batch_groups, last_step)
+        groups = await self._take(step)
+        at_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(train_s(groups))
+        self.buffer.consumed(step, groups)
+        commit(step)
+        self.dispatcher.published(step)
+        num_open = self.dispatcher.num_open_episodes() + self.buffer.num_open_episodes()
+        self.ledger.check(num_open)
+        return at_s, groups
+
+    def set_bound(self, bound: int) -> None:
+        """As rollout.Rollout's."""
+        self.buffer.set_bound(bound)
+        self.dispatcher.set_bound(bound)
 
     async def close(self) -> None:
         """What still runs is cancelled, with a record."""

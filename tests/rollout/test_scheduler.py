@@ -245,6 +245,16 @@ def test_group_beyond_the_bound_is_dropped_and_replaced():
     assert decide(1, groups=groups, held={"a": 2}) == [Drop("stale", "stale"), Start(None, 4, "a")]
 
 
+def test_bound_of_now_counts_in_place_of_the_highest():
+    old = (flying("old", 1, oldest=2), flying("new", 1, oldest=3))
+    drops = lambda bound: [
+        a for a in decide(3, version=4, groups=old, bound=bound) if a == Drop("old", "stale")
+    ]
+    assert len(drops(1)) == 1 and drops(2) == drops(None) == []
+    starts = lambda bound: len(decide(3, need_groups=1, free={"": 99}, bound=bound))
+    assert [starts(bound) for bound in (0, 1, 3, None)] == [1, 2, 4, 4]
+
+
 def test_tags_with_their_own_pool_use_their_own_slots():
     policy = TrajectoryScheduler()
     state = policy.init(SchedulerConfig(("a", "b"), 4, 0))

@@ -67,6 +67,25 @@ def test_training_takes_its_time_and_the_bound_says_what_runs_beside_it(
     assert versions <= {-1, 0, 1, 2}
 
 
+def test_slots_that_the_bound_leaves_empty_are_counted_by_their_share(tmp_path):
+    async def main():
+        servers = Servers(PLAN, QWEN3_8B, ENGINE, ServeSettings(progress_timeout_s=1e6))
+        settings = RolloutSettings(batch_groups=2, group_size=2, max_staleness=0, max_new_tokens=99)
+        rollout = SimulatedRollout(servers.router, (SHAPE,), settings, tmp_path, context=4096)
+        taken = await rollout.steps(3, train_s=20.0, commit=servers.commit)
+        (slots,) = servers.router.capacity().values()
+        idle_s = rollout.dispatcher.slots_idle_s
+        await rollout.close()
+        servers.close()
+        return taken, slots, idle_s
+
+    taken, slots, idle_s = clock.run(main())
+    ends_s = [0.0, *(at_s + 20 for at_s, _ in taken)]
+    waits_s = [at_s - end_s for (at_s, _), end_s in zip(taken, ends_s)]
+    # Four episodes run, then none while it trains; the last batch is all that the run takes, so nothing is held back.
+    assert idle_s == pytest.approx(2 * 20 + (slots - 4) / slots * sum(waits_s[:2]), rel=0.01)
+
+
 def test_policy_is_asked_with_the_time_of_the_clock(tmp_path):
     seen = []
 

@@ -20,4 +20,4 @@ class SchedulerConfig:
         str, ...
     ]  # of the task sources, in config order; a batch holds equal groups of each
     group_size: int  # episodes of one group
-    max_staleness: int  # versions
+    max_staleness: int  # versions; View.bound is what of it holds now

@@ -14,6 +14,7 @@ Invariants, for each of the n tags (a batch holds need / n groups of each):
   it does at once where its own are full and nobody who prefers that slot wants it.
 - fair tags: a new group goes to the tag with the fewest groups issued and not consumed.
 The number of groups issued is read from the View (the data), never counted here: a restart cannot admit too many.
+max_staleness is View.bound where that is given (rollout.staleness_policy).
 Source: RollArt, arXiv:2512.22560 (trajectory-level rollout, bound alpha evicted during the iteration); AReaL
 (arXiv:2505.24298) for the admission half. Differs: the age is that of the oldest sampled token, unless age_of=start.
 """
@@ -46,9 +47,10 @@ class TrajectoryScheduler:
         self, state: TrajectoryState, view: View, event: Event
     ) -> tuple[TrajectoryState, list[SchedulerAction]]:
         """The event itself does not matter: what is missing and what is too old is all in the View."""
+        bound = state.max_staleness if view.bound is None else view.bound
         drops, kept = [], []
         for group in view.groups:
-            if is_fresh(view.version, group.oldest_version, state.max_staleness):
+            if is_fresh(view.version, group.oldest_version, bound):
                 kept.append(group)
             else:
                 drops.append(Drop(group.group, STALE))
@@ -57,7 +59,7 @@ class TrajectoryScheduler:
         issued = {tag: view.held.get(tag, 0) for tag in state.tags}
         for group in kept:
             issued[group.tag] = issued.get(group.tag, 0) + 1
-        bound, need = state.max_staleness, view.need_groups
+        need = view.need_groups
         if view.batches_left is not None:
             bound = min(bound, view.batches_left - 1)
 
