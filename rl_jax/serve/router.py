@@ -72,6 +72,9 @@ class Flight:
     aborted: str | None = None
     times_s: dict[str, float] = field(default_factory=dict)
     on_sent: Callable[[], None] | None = None  # once, when the decode server has the request
+    waits: asyncio.Future | None = (
+        None  # for a prefix that is computed for another, or for an abort
+    )
 
     def sent(self) -> None:
         on_sent, self.on_sent = self.on_sent, None
@@ -270,8 +273,10 @@ class Router:
         key = (decode.name, decode.version, context_hash(request))
         if (other := self._computing.get(key)) is not None:
             what = f"the prefix of {request.key}, computed for another"
-            await self._within(asyncio.shield(other), deadline, what)
-            self._counters["prefill_shared"] += 1
+            flight.waits = waits = asyncio.get_running_loop().create_future()
+            other.add_done_callback(lambda _: waits.done() or waits.set_result(None))
+            await self._within(waits, deadline, what)
+            self._counters["prefill_shared"] += flight.aborted is None
             return None
         done = self._computing[key] = asyncio.get_running_loop().create_future()
         flight.on_sent = lambda: self._sent_prefix(key, done)
@@ -420,5 +425,7 @@ class Router:
 
     def _abort(self, flight: Flight, reason: str) -> None:
         flight.aborted = reason
+        if flight.waits is not None and not flight.waits.done():
+            flight.waits.set_result(None)
         server = flight.decode if flight.prefill is None else flight.prefill
         server.abort(flight.request.uid, reason)

@@ -195,6 +195,27 @@ def test_abort_while_the_prefix_is_computed_gives_an_empty_turn(kit):
     assert router.stats()["prefill_fallbacks"] == 0
 
 
+def test_abort_of_one_that_waits_for_anothers_prefix_does_not_wait_for_it(kit):
+    d, p = kit.decode(), kit.prefill(version=None)  # nothing is computed until it has weights
+    router = Router([d.server], [p], PLAN)
+
+    async def main():
+        asks = [router.generate(kit.request(f"e{i}", [1, 2, 3, 4])) for i in range(3)]
+        tasks = [asyncio.create_task(ask) for ask in asks]
+        await asyncio.sleep(0.01)
+        router.abort("e1", "test")
+        aborted = await tasks[1]
+        assert not tasks[0].done() and not tasks[2].done()
+        await asyncio.to_thread(kit.commit, p, 0)
+        return aborted, await tasks[0], await tasks[2]
+
+    aborted, *others = run(main())
+    assert (aborted.finish, aborted.tokens.tolist()) == (FinishReason.ABORT, [])
+    for turn in others:
+        assert turn.tokens.tolist() == d.engine.expected([1, 2, 3, 4], 6)
+    assert router.stats()["prefill_shared"] == 1 and p.stats()["requests"] == 1
+
+
 def test_generate_never_outlives_its_deadline(kit):
     d, idle = kit.decode(), kit.decode(name="decode.1", version=None)
     d.gate.close()
