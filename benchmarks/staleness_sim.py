@@ -70,6 +70,10 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--squares", choices=SQUARES, default="drift")
+    parser.add_argument("--worth", type=float, default=WORTH, help="of the rows of bounds")
+    parser.add_argument(
+        "--choices", type=int, nargs="+", default=[0, *range(1, MOST + 1)], help="0: adaptive"
+    )
     parser.add_argument("--sections", nargs="+", default=["bounds", "kv"])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/staleness_sim.json")
@@ -78,9 +82,10 @@ def main() -> None:
     jobs: dict[tuple, list[Job]] = {}
     for tag in args.workloads:
         if "bounds" in args.sections:
-            for bound in (None, *range(1, MOST + 1)):
+            for choice in args.choices:
+                bound = choice or None
                 jobs["bounds", tag, bound] = [
-                    (tag, bound, WORTH, seed, squares, "keep") for seed in seeds
+                    (tag, bound, args.worth, seed, squares, "keep") for seed in seeds
                 ]
         if "kv" in args.sections:
             for kv in ("keep", "recompute"):
@@ -89,7 +94,7 @@ def main() -> None:
     with ProcessPoolExecutor(args.processes) as pool:
         found = {key: [pool.submit(work, job) for job in of_key] for key, of_key in jobs.items()}
         for (section, tag, what), futures in found.items():
-            worth = WORTH if section == "bounds" else KV_WORTH
+            worth = args.worth if section == "bounds" else KV_WORTH
             word = "adaptive" if what is None else what
             row = row_of({"workload": tag, "choice": word}, [f.result() for f in futures], worth)
             rows[section].append(row)
@@ -101,7 +106,8 @@ def main() -> None:
                 for other in of_section
                 if other["workload"] == row["workload"] and other["choice"] != "adaptive"
             ]
-            row["over_best"] = round(row["seconds"] / min(fixed), 3)
+            if fixed:
+                row["over_best"] = round(row["seconds"] / min(fixed), 3)
     head = {
         "what": "virtual seconds of a simulation, not of hardware",
         "date": date.today().isoformat(),
@@ -109,7 +115,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "squares": f"{squares}: mean square of the weights at lags 0 to {MOST}: "
         + ", ".join(f"{SQUARES[squares](lag):.3f}" for lag in range(MOST + 1)),
-        "worth": {"bounds": WORTH, "kv": KV_WORTH},
+        "worth": {"bounds": args.worth, "kv": KV_WORTH},
         "episodes of a batch": BATCH.batch_groups * BATCH.group_size,
     }
     args.out.write_text(json.dumps({**head, **rows}, indent=1) + "\n")

@@ -28,6 +28,7 @@ from rl_jax.remote.server import RemoteDecodeServer, RemotePrefillServer
 from rl_jax.remote.spec import FACTORY, LEARNER_PROGRAM, ServerSpec, Spec, StoreSpec
 from rl_jax.remote.starter import ExternalStarter, LocalStarter, Starter
 from rl_jax.remote.store import Store
+from rl_jax.serve.affinity import Affinity
 from rl_jax.serve.balance import Balance
 from rl_jax.serve.build import build_server
 from rl_jax.serve.router import Router
@@ -40,6 +41,7 @@ ROUTED = (
     "prefilled_suffixes",
     "stalled_servers",
     "role_moves",
+    "affinity_moves",
 )  # the router's counters that make metrics
 LOOK_S = 1.0  # while one server compiles, the others are looked at so often
 
@@ -84,13 +86,14 @@ class Cluster:
         servers: Sequence[Any],
         template_sha256: str,
         balance: Balance | None = None,
+        affinity: Affinity | None = None,
     ):
-        """servers: started by `start`. template_sha256: of the Renderer whose tokens they get. balance: of Router."""
+        """servers: started by `start`. template_sha256: of the Renderer whose tokens they get. The rest: of Router."""
         self.plan = plan
         role = {server.name: server.kind for server in plan.servers}  # that they begin in
         self.prefill = [server for server in servers if role[server.name] == "prefill"]
         self.decode = [server for server in servers if role[server.name] != "prefill"]
-        self.router = Router(self.decode, self.prefill, plan, template_sha256, balance)
+        self.router = Router(self.decode, self.prefill, plan, template_sha256, balance, affinity)
         self._watched: list[Watched] = []
 
     @property
@@ -185,7 +188,14 @@ class InProcCluster(Cluster):
             for server in plan.servers
         ]
         self._is_auto = settings.serve.pd_balance == "auto"
-        super().__init__(plan, servers, template_sha256, Balance() if self._is_auto else None)
+        tags = tuple(source.tag for source in settings.tasks.sources)
+        super().__init__(
+            plan,
+            servers,
+            template_sha256,
+            Balance() if self._is_auto else None,
+            Affinity(tags) if settings.serve.affinity == "auto" else None,
+        )
 
     def lower(self) -> Iterator[Program]:
         """The programs of each distinct server, from shapes alone; no thread is started. Raises: LoweringError."""

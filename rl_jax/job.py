@@ -433,6 +433,7 @@ def _live_parts(
         rollout.issue_again([stream.task(epoch, index) for epoch, index in extra["pending"]])
     waits = (rollout.waits, cluster.waits, learning.waits, ledger.waits)
     recorder.watch(cluster.counters, rollout.status, waits)
+    cluster.router.tell = recorder.event
     evaluations = evaluation_tasks(settings, pool)
     return Parts(
         learning.roles, rollout, buffer, ledger, sync, algorithm, learning.checkpointer, recorder,

@@ -32,7 +32,7 @@ from rl_jax.waits import Wait
 TRACES_S = 600.0  # for the traces of one step to be written: as long as a checkpoint may take
 SERVED = (  # the servers' counters that make metrics
     "prefill_tokens", "found_tokens", "received_tokens", "cached_tokens", "append_tokens", "recompute_tokens",
-    "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers", "role_moves",
+    "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers", "role_moves", "affinity_moves",
     "restarts",
 )  # fmt: skip
 IDLE = ("time/wait_for_policy_s", "time/slots_idle_s")  # the rollout's cumulative seconds

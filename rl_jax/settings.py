@@ -133,6 +133,9 @@ class ServeSettings:
     # which servers prefill and which decode. fixed: as their pools say | auto: at the start, then by how long prefixes
     # and turns wait; every server compiles what both roles need
     pd_balance: str = "fixed"
+    # which pools a tag's episodes prefer. declared: as mesh.pools' tags say | auto: those of the hardware class that
+    # lets all tags together take least, by what their turns cost on each (rl_jax/serve/affinity.py)
+    affinity: str = "declared"
 
 
 @dataclass(frozen=True)

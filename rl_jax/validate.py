@@ -29,7 +29,7 @@ from rl_jax.role_source import NEEDED_ROLE, role_errors
 from rl_jax.rollout.bound import ADAPTIVE, POLICIES
 from rl_jax.rollout.curriculum import curriculum_errors
 from rl_jax.rollout.scheduler import SCHEDULERS
-from rl_jax.settings import Settings
+from rl_jax.settings import MeshSettings, Settings
 from rl_jax.tokens import TOKENIZERS, TOOL_PARSERS
 from rl_jax.types import MAX_SUPPORT
 
@@ -189,6 +189,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "learner.remat": ("none", "elementwise", "layer"),
     "learner.attention": ("auto", "plain", "cudnn", "splash"),
     "serve.pd_balance": ("fixed", "auto"),
+    "serve.affinity": ("declared", "auto"),
     "weights.kv": ("recompute", "keep"),
     "weights.transport": ("auto", *HERE, *ELSEWHERE),
     "metrics.progress": PROGRESS_FORMS,
@@ -488,6 +489,11 @@ def _cluster(s: Settings) -> Iterator[str]:
             "serve.pd_balance=auto moves servers of the driver's process only; use cluster.backend=inproc, or"
             " serve.pd_balance=fixed"
         )
+    if s.serve.affinity == "auto":
+        yield (
+            "serve.affinity=auto reads what turns cost on servers of the driver's process only; use cluster.backend="
+            "inproc, or serve.affinity=declared"
+        )
     if c.lease_s < 3 * c.heartbeat_s:
         yield (
             f"cluster.lease_s={c.lease_s:g} is less than three times cluster.heartbeat_s={c.heartbeat_s:g}: a sign of"
@@ -568,4 +574,21 @@ def _mesh_errors(s: Settings) -> list[str]:
             f"serve.pd_balance=auto has no server to move on mesh {plan.name}, which has {len(plan.servers)}: one"
             f" prefills and one decodes always; use a mesh of at least {MIN_BALANCED} servers, or fixed"
         )
+    if s.serve.affinity == "auto" and s.cluster.backend == "inproc":
+        errors += _affinity_errors(s.mesh)
     return errors
+
+
+def _affinity_errors(mesh: MeshSettings) -> Iterator[str]:
+    decode = [pool for pool in mesh.pools if pool.kind in ("decode", "colocated")]
+    classes = sorted({pool.hardware for pool in decode})
+    if len(classes) < 2:
+        yield (
+            f"serve.affinity=auto has nothing to choose on mesh {mesh.name}, whose decode pools all have hardware"
+            f" {', '.join(classes)}; give mesh.pools their hardware class, or use declared"
+        )
+    if tagged := [pool.name for pool in decode if pool.tags]:
+        yield (
+            f"serve.affinity=auto assigns tags itself, but mesh {mesh.name} declares some for {', '.join(tagged)};"
+            " leave mesh.pools[].tags empty, or use declared"
+        )

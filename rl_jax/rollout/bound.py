@@ -5,7 +5,7 @@ the most worth a second, where a batch's worth is the effective sample size of i
 samples: so the time to a given sum of them is least. A pure value: `saw` takes what one step saw and returns the next
 value; all of it is JSON (to_tree, from_tree), and the driver's checkpoint holds it.
 Life, adaptive:
-1. It begins at 1: raising the bound loses nothing, lowering it drops what grew too old.
+1. It begins in the middle, where the way to every other bound is short.
 2. After a change as many steps pass as batches may be under way; then `window` steps are measured. Their sums join
    those of the bound, which count half after `half_life` steps.
 3. The bounds beside it are judged by what they brought when they were tried, as long as that counts; else by the most
@@ -107,7 +107,8 @@ class Bound:
 
     @classmethod
     def first(cls, limits: Limits) -> "Bound":
-        return cls(1, skip=2)
+        now = (1 + limits.most) // 2
+        return cls(now, skip=1 + now)
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any], limits: Limits) -> "Bound":

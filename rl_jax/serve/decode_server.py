@@ -177,6 +177,12 @@ class DecodeServer:
         return self._append_rate.token_s
 
     @property
+    def step_s(self) -> float | None:
+        """Seconds of a decode step, whatever it generates for; None: not measured yet."""
+        block_s = self._append_rate.block_s
+        return None if block_s is None else block_s / self.engine.settings.steps_per_block
+
+    @property
     def token_s(self) -> tuple[float, float] | None:
         """As PrefillServer's: seconds that a token of a prefix for another server takes to be computed and moved."""
         compute_s, move_s = self._prefix_rate.unit_s, self._move_rate.unit_s

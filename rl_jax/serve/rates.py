@@ -41,6 +41,11 @@ class AppendRate:
     def token_s(self) -> float | None:
         return self._token.unit_s
 
+    @property
+    def block_s(self) -> float | None:
+        """Of a block alone."""
+        return self._block.unit_s
+
     def chunk(self, num_tokens: int, start_s: float) -> None:
         """A chunk was dispatched."""
         if not self._num_tokens:

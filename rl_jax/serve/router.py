@@ -18,6 +18,8 @@ servers answer from their threads through `call_soon_threadsafe`. Life of a turn
 3. The decode server answers, or the deadline passes and the turn is aborted there, or the server makes
    no progress for serve.progress_timeout_s (liveness.py): then it is fenced, and what waits for it ends
    with a retryable TurnError (a prefix is computed by the decode server instead).
+The preferred pools of a tag are the plan's, or under serve.affinity=auto those of the hardware class that affinity.py
+assigned it, from what turns cost; that changes for new sessions only.
 Which servers prefill and which decode may change meanwhile (serve.pd_balance, roles.py), for new sessions and new
 prefixes only: a session on a server that prefills now stays there, and that one makes its prefixes itself.
 Invariants: generate never outlives the deadline; a session whose server is fenced starts anew on
@@ -35,6 +37,7 @@ from typing import Any
 import numpy as np
 
 from rl_jax.clock import now_s
+from rl_jax.serve.affinity import Affinity, Price
 from rl_jax.serve.balance import Balance
 from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.liveness import Liveness, interval_s
@@ -104,9 +107,11 @@ class Router:
         plan: Any,
         template_sha256: str = "",
         balance: Balance | None = None,
+        affinity: Affinity | None = None,
     ):
         """plan: MeshPlan; only its pools_for is used. template_sha256: of the Renderer whose tokens are sent.
         balance: serve.pd_balance=auto; all servers are DecodeServers then, and begin in the roles as given.
+        affinity: serve.affinity=auto, in place of the plan's tags.
 
         Raises: ValueError without a decode server, or of Roles; TemplateMismatch for a server of another template.
         """
@@ -122,6 +127,9 @@ class Router:
                     " template files and rollout.tool_parser"
                 )
         self._roles, self._plan = Roles(decode, prefill, balance), plan
+        self._affinity = affinity
+        # Told of each assignment of serve.affinity=auto, on the asyncio thread: (kind, fields).
+        self.tell: Callable[..., None] = lambda kind, **fields: None
         computes = prefill if balance is None else self._roles.holders
         self._lines = {server.name: PrefillLine(server) for server in computes}
         self._sessions: dict[str, Placed] = {}
@@ -163,6 +171,9 @@ class Router:
             sampled = len(request.tokens) - request.token_index
             turn = replace(turn, prompt_tokens=request.tokens[placed.known : sampled])
         placed.known = len(request.tokens) + len(turn.tokens)
+        if self._affinity is not None:
+            computed = max(0, len(request.tokens) - 1 - turn.cached_prompt)
+            self._affinity = self._affinity.turn(request.tag, computed, len(turn.tokens))
         if flight.times_s:
             queue_s = turn.times_s["queue"] + flight.times_s["queue"]
             turn = replace(turn, times_s={**turn.times_s, **flight.times_s, "queue": queue_s})
@@ -195,7 +206,11 @@ class Router:
         return tuple(dict.fromkeys(server.pool for server in self._choices(tag, self._homes_now())))
 
     def stats(self) -> dict[str, float]:
-        return {**self._counters, "role_moves": self._roles.moves, "sessions": len(self._sessions)}
+        moves = 0 if self._affinity is None else self._affinity.moves
+        return {
+            **self._counters, "role_moves": self._roles.moves, "affinity_moves": moves,
+            "sessions": len(self._sessions),
+        }  # fmt: skip
 
     def waits(self) -> list[Wait]:
         """Servers that stand still over a turn. Any thread."""
@@ -206,6 +221,9 @@ class Router:
     def _choices(self, tag: str, servers: Sequence[Any]) -> list[Any]:
         """Live servers of the tag's preferred pools, else all live ones."""
         live = [server for server in servers if server.fenced is None]
+        if self._affinity is not None:
+            name = self._affinity.assigned.get(tag)
+            return [server for server in live if server.hardware == name] or live
         pools = self._plan.pools_for(tag)
         return [server for server in live if server.pool in pools] or live
 
@@ -413,6 +431,26 @@ class Router:
                 self._give_up(server, why)
         held = self._live_sessions()
         self._roles.look(lambda s: held[s.name], lambda s: self._lines[s.name].tokens)
+        self._look_at_prices()
+
+    def _look_at_prices(self) -> None:
+        """Under serve.affinity=auto: what servers take by class, and perhaps another assignment."""
+        if self._affinity is None:
+            return
+        live = [server for server in self._roles.holders if server.fenced is None]
+        mean = lambda found: sum(found) / len(found) if found else None
+        prices = {}
+        for name in dict.fromkeys(server.hardware for server in live):
+            of_class = [server for server in live if server.hardware == name]
+            token_s = [s.append_token_s for s in of_class if s.append_token_s is not None]
+            step_s = [s.step_s for s in of_class if s.step_s is not None]
+            prices[name] = Price(mean(token_s), mean(step_s), len(of_class))
+        running = [server.num_running for server in live]
+        before, self._affinity = self._affinity, self._affinity.look(prices, mean(running) or 0.0)
+        if self._affinity.moves != before.moves:
+            assigned = dict(self._affinity.assigned)
+            log.info("tags prefer other hardware: %s, before %s", assigned, dict(before.assigned))
+            self.tell("affinity", assigned=assigned, before=dict(before.assigned))
 
     def _give_up(self, server: DecodeServer | PrefillServer, why: str) -> None:
         log.error("%s is fenced: %s", server.name, why)

@@ -12,7 +12,7 @@ Must not: be adjusted to a result.
 
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from rl_jax.simulate.costs import H20, H800, QWEN3_8B
 from rl_jax.simulate.rollout import DEADLINE_S, SimulatedRollout
 from rl_jax.simulate.servers import Servers
 from rl_jax.simulate.workload import Constant, Lognormal, TaskShape, Uniform
+from rl_jax.types import Group
 
 FROZEN_LAKE = TaskShape(
     "frozen_lake",
@@ -68,6 +69,7 @@ class Pools:
     num_h800: int
     num_h20: int
     by_tag: bool = False
+    is_auto: bool = False  # serve.affinity=auto, from no tags
 
     @property
     def price(self) -> float:
@@ -87,11 +89,15 @@ class Pools:
 
 @dataclass(frozen=True)
 class Played:
-    """seconds: of virtual time until the last batch; episodes: of the batches by (tag, pool of its first turn)."""
+    """seconds: of virtual time until the last batch; episodes: of the batches by (tag, pool of its first turn); moves:
+    of the assignment under serve.affinity=auto; later: seconds and episodes of the later half of the batches alone."""
 
     seconds: float
     episodes: Counter[tuple[str, str]]
     num_turns: int
+    moves: int
+    assigned: tuple[tuple[str, str], ...]  # (tag, hardware class) at the end
+    later: tuple[float, Counter[tuple[str, str]]]
 
 
 def play(
@@ -99,19 +105,32 @@ def play(
 ) -> Played:
     """num_steps batches without training between them, on a clock of their own."""
 
+    serve = replace(SERVE, affinity="auto" if pools.is_auto else "declared")
+
     async def main() -> Played:
-        servers = Servers(pools.plan(), QWEN3_8B, ENGINE, SERVE)
+        tags = tuple(shape.tag for shape in shapes)
+        servers = Servers(pools.plan(), QWEN3_8B, ENGINE, serve, tags=tags)
+        assigned: dict[str, str] = {}
+        servers.router.tell = lambda kind, **fields: assigned.update(fields["assigned"])
         with tempfile.TemporaryDirectory() as folder:
             rollout = SimulatedRollout(
                 servers.router, shapes, settings, Path(folder), context=CONTEXT, seed=seed
             )
-            taken = await rollout.steps(num_steps)
+            taken = await rollout.steps(num_steps, commit=lambda v: servers.commit(v, "keep"))
             await rollout.close()
+        moves = int(servers.router.stats()["affinity_moves"])
         servers.close()
-        done = [
-            episode for _, groups in taken for group in groups for episode in group.trajectories
-        ]
-        where = Counter((episode.tag, episode.turns[0].pool) for episode in done)
-        return Played(taken[-1][0], where, sum(len(episode.turns) for episode in done))
+        half = num_steps // 2
+        begin_s = taken[half - 1][0] if half else 0.0
+        later = (taken[-1][0] - begin_s, where(group for _, of in taken[half:] for group in of))
+        done = [group for _, groups in taken for group in groups]
+        num_turns = sum(len(episode.turns) for group in done for episode in group.trajectories)
+        ends = tuple(sorted(assigned.items()))
+        return Played(taken[-1][0], where(done), num_turns, moves, ends, later)
 
     return clock.run(main())
+
+
+def where(groups: Iterable[Group]) -> Counter[tuple[str, str]]:
+    """Episodes by (tag, pool of the first turn)."""
+    return Counter((e.tag, e.turns[0].pool) for group in groups for e in group.trajectories)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from rl_jax.mesh import MeshPlan
 from rl_jax.serve import DecodeServer, PrefillServer, Router
+from rl_jax.serve.affinity import Affinity
 from rl_jax.serve.balance import Balance
 from rl_jax.settings import EngineSettings, ServeSettings
 from rl_jax.simulate.clock import VirtualLoop
@@ -29,8 +30,10 @@ class Servers:
         engine: EngineSettings,
         serve: ServeSettings,
         hardware: Mapping[str, Hardware] = HARDWARE,
+        tags: tuple[str, ...] = (),
     ):
-        """Inside a simulation (clock.run). hardware: by the name that pools give.
+        """Inside a simulation (clock.run). hardware: by the name that pools give. tags: of the tasks, which only
+        serve.affinity=auto reads.
 
         Raises: RuntimeError elsewhere; ValueError for a pool of a class that is not known.
         """
@@ -66,7 +69,8 @@ class Servers:
             made.start()
         self.commit(0)
         balance = Balance() if is_auto else None
-        self.router = Router(self.decode, self.prefill, plan, balance=balance)
+        affinity = Affinity(tags) if serve.affinity == "auto" else None
+        self.router = Router(self.decode, self.prefill, plan, balance=balance, affinity=affinity)
 
     def commit(self, version: int, kv: str = "recompute") -> None:
         """All servers use this version from their next iteration on."""

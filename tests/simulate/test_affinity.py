@@ -27,6 +27,17 @@ def test_routing_by_tag_beats_every_pool_of_the_same_cost():
         assert other.seconds >= 1.12 * by_tag.seconds
 
 
+@pytest.mark.slow(seconds=3)
+def test_tags_find_their_hardware_from_no_tags_at_all_and_stay_there():
+    pools = Pools("auto", 2, 3, is_auto=True)
+    assert not any(pool.tags for pool in pools.plan().pools)
+    played = play(pools, (FROZEN_LAKE, MATH), SETTINGS, 4, seed=0)
+    assert dict(played.assigned) == {"frozen_lake": "H800", "math": "H20"} and played.moves <= 2
+    seconds, where = played.later
+    assert where == {("frozen_lake", "h800"): 12, ("math", "h20"): 12}
+    assert seconds < 0.5 * played.seconds
+
+
 @pytest.mark.slow(seconds=1)
 def test_a_seed_is_played_the_same_again_and_another_is_not():
     short = RolloutSettings(batch_groups=1, group_size=2, max_new_tokens=CONTEXT)
