@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument(
         "--choices", type=int, nargs="+", default=[0, *range(1, MOST + 1)], help="0: adaptive"
     )
+    parser.add_argument("--kv_worth", type=float, default=KV_WORTH, help="of the rows of kv")
     parser.add_argument("--sections", nargs="+", default=["bounds", "kv"])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/staleness_sim.json")
@@ -89,12 +90,12 @@ def main() -> None:
                 ]
         if "kv" in args.sections:
             for kv in ("keep", "recompute"):
-                jobs["kv", tag, kv] = [(tag, 1, KV_WORTH, seed, squares, kv) for seed in seeds]
+                jobs["kv", tag, kv] = [(tag, 1, args.kv_worth, seed, squares, kv) for seed in seeds]
     rows: dict[str, list[dict[str, Any]]] = {"bounds": [], "kv": []}
     with ProcessPoolExecutor(args.processes) as pool:
         found = {key: [pool.submit(work, job) for job in of_key] for key, of_key in jobs.items()}
         for (section, tag, what), futures in found.items():
-            worth = args.worth if section == "bounds" else KV_WORTH
+            worth = args.worth if section == "bounds" else args.kv_worth
             word = "adaptive" if what is None else what
             row = row_of({"workload": tag, "choice": word}, [f.result() for f in futures], worth)
             rows[section].append(row)
@@ -115,7 +116,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "squares": f"{squares}: mean square of the weights at lags 0 to {MOST}: "
         + ", ".join(f"{SQUARES[squares](lag):.3f}" for lag in range(MOST + 1)),
-        "worth": {"bounds": args.worth, "kv": KV_WORTH},
+        "worth": {"bounds": args.worth, "kv": args.kv_worth},
         "episodes of a batch": BATCH.batch_groups * BATCH.group_size,
     }
     args.out.write_text(json.dumps({**head, **rows}, indent=1) + "\n")

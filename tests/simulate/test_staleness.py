@@ -67,7 +67,10 @@ def play(folder, seed, num_steps=12, **settings):
             before, bound = bound, rng.randint(0, MOST)
             ages = [step - group.oldest_version for group in rollout.dispatcher.view().groups]
             ages.append(step - rollout.buffer.oldest_version(step))
+            flying = {group.group for group in rollout.dispatcher.view().groups}
             rollout.set_bound(bound)
+            if settings["short_group_stale"] == "replace":  # the old members go, their groups stay
+                assert flying <= {group.group for group in rollout.dispatcher.view().groups}
             held = [group.oldest_version for group in rollout.dispatcher.view().groups]
             assert step - min([rollout.buffer.oldest_version(step), *held]) <= bound
             swept["shrunk"] += bound < before
