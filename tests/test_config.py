@@ -319,18 +319,6 @@ def test_a_flag_may_stand_twice_with_one_value(two_tasks):
             "serve.pd_balance=auto has no server to move on mesh split_2",
         ),
         (
-            ["--config.serve.affinity=auto", "--mesh=split_8"],
-            "serve.affinity=auto has nothing to choose on mesh split_8, whose decode pools all have hardware cpu; give",
-        ),
-        (
-            ["--config.serve.affinity=auto", "--config.cluster.backend=local"],
-            "serve.affinity=auto reads what turns cost on servers of the driver's process only; use",
-        ),
-        (
-            ["--config.rollout.staleness_policy=adaptive"],
-            "rollout.staleness_policy=adaptive chooses 1 to rollout.max_staleness=1, which leaves no choice; use",
-        ),
-        (
             ["--config.algorithm.name=kl_cov", "--config.rollout.max_staleness=0"],
             "algorithm.name=kl_cov pulls tokens back to the policy that sampled, which at rollout.max_staleness=0",
         ),

@@ -1,10 +1,14 @@
-"""validate.py: every setting has a rule, and the packages come from one checkout."""
+"""validate.py: every setting has a rule, policies that need more than one value say so, and the packages come from one
+checkout."""
 
 from pathlib import Path
 
+import pytest
+
 from rl_jax import schema
-from rl_jax.settings import Settings
-from rl_jax.validate import CHOICES, INTERVALS, NAMES, foreign_packages
+from rl_jax.config import ConfigError, parse
+from rl_jax.settings import MeshSettings, PoolSettings, Settings
+from rl_jax.validate import CHOICES, INTERVALS, NAMES, _affinity_errors, foreign_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,6 +47,41 @@ def test_every_setting_has_a_rule():
     booleans = {k for k in keys if isinstance(schema.leaves(schema.to_tree(Settings()))[k], bool)}
     assert keys - booleans - set(INTERVALS) - set(CHOICES) - set(NAMES) - elsewhere == set()
     assert {*INTERVALS, *CHOICES, *NAMES} <= keys
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["--config.serve.affinity=auto", "--mesh=split_8"],
+            "serve.affinity=auto has nothing to choose on mesh split_8, whose decode pools all have hardware cpu; give",
+        ),
+        (
+            ["--config.serve.affinity=auto", "--config.cluster.backend=local"],
+            "serve.affinity=auto reads what turns cost on servers of the driver's process only; use",
+        ),
+        (
+            ["--config.rollout.staleness_policy=adaptive"],
+            "rollout.staleness_policy=adaptive chooses 1 to rollout.max_staleness=1, which leaves no choice; use",
+        ),
+    ],
+)
+def test_policy_that_has_nothing_to_choose_is_refused_in_one_line(words, line):
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    (error,) = caught.value.errors
+    assert error.startswith(line)
+
+
+def test_pools_that_declare_tags_are_refused_where_they_are_assigned():
+    pools = [
+        PoolSettings(name, "decode", hardware=name, tags=tags)
+        for name, tags in (("H800", ("lake",)), ("H20", ()))
+    ]
+    (error,) = _affinity_errors(MeshSettings("mixed", tuple(pools)))
+    assert error.startswith(
+        "serve.affinity=auto assigns tags itself, but mesh mixed declares some for H800"
+    )
 
 
 def test_foreign_package_of_the_same_name_is_told_with_both_paths(tmp_path, monkeypatch):
