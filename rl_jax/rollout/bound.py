@@ -11,7 +11,7 @@ Life, adaptive:
 3. The bounds beside it are judged by what they brought when they were tried, as long as that counts; else by the most
    that they could bring. One more: the learner waits no more, or no slot is free, whichever gains less. One less: no
    step takes longer, and every token is one version fresher, which is worth what is measured at that lag (fresher).
-   What was tried on few steps, or long ago, is doubted: it may be `doubt` over the square root of their number better.
+   What was tried is doubted by `doubt` standard errors of its steps' times: more, the fewer steps or the longer ago.
 4. The better one is taken where it promises `margin` more than this one has brought. What is clearly worse is tried
    again when what it brought has faded; what is much the same costs little to try.
 Invariants: 1 <= bound <= most under adaptive; one version at a time.
@@ -40,7 +40,7 @@ class Limits:
     window: int = 3
     half_life: float = 64.0
     margin: float = 0.03  # share
-    doubt: float = 0.1  # share, of one step: steps of one bound differ by more, but not for long in one direction
+    doubt: float = 1.0  # standard errors
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,23 @@ class Sums:
     idle_s: float = 0.0
     ess: float = 0.0
     fresher_ess: float = 0.0
+    square: float = 0.0  # of step_s
 
     def plus(self, seen: Seen) -> "Sums":
-        return self.merged(Sums(1.0, *astuple(seen)))
+        return self.merged(Sums(1.0, *astuple(seen), seen.step_s**2))
 
     def merged(self, other: "Sums") -> "Sums":
         return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def faded(self, keep: float) -> "Sums":
         return Sums(*(keep * value for value in astuple(self)))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean step, over the mean."""
+        mean_s = self.step_s / self.count
+        variance = max(0.0, self.square / self.count - mean_s**2)
+        return (variance / max(self.count - 1, 0.5)) ** 0.5 / mean_s
 
     @property
     def rate(self) -> float:
@@ -158,7 +166,7 @@ class Bound:
         known = self.brought.get(to)
         if known is None:
             return most
-        return min(most, known.rate * (1 + limits.doubt / known.count**0.5))
+        return min(most, known.rate * (1 + limits.doubt * known.error))
 
 
 def fresher(by_lag: Mapping[int, tuple[float, float]]) -> float:

@@ -100,3 +100,19 @@ def test_a_step_is_read_from_its_metrics_or_left_out():
         assert Seen.of({**metrics, "is/ess": Metric(ess, 1)}, 1.0) is None
     del metrics["is/ess"]
     assert Seen.of(metrics, 1.0) is None
+
+
+def test_steps_that_differ_leave_more_doubt_and_more_of_them_less():
+    sums = lambda *seconds: sum_of(Seen(s, 0.0, 0.0, 1.0, 1.0) for s in seconds)
+    assert sums(10.0, 20.0).error == pytest.approx(5 / 15)  # sqrt(25 / (2 - 1)) over the mean
+    assert sums(10.0, 10.0, 10.0).error == 0.0
+    many = sums(*[10.0, 20.0] * 8)
+    assert many.error == pytest.approx(5 / 15 / 15**0.5)
+    assert many.faded(0.25).error == pytest.approx(5 / 15 / 3**0.5)
+
+
+def sum_of(steps):
+    total = Sums()
+    for seen in steps:
+        total = total.plus(seen)
+    return total
