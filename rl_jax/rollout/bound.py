@@ -83,7 +83,9 @@ class Sums:
     square: float = 0.0  # of step_s
 
     def plus(self, seen: Seen) -> "Sums":
-        return self.merged(Sums(1.0, *astuple(seen), seen.step_s**2))
+        s = seen
+        one = Sums(1, s.step_s, s.wait_s, s.idle_s, s.ess, s.fresher_ess, s.step_s**2)
+        return self.merged(one)
 
     def merged(self, other: "Sums") -> "Sums":
         return Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

@@ -27,7 +27,7 @@ def test_routing_by_tag_beats_every_pool_of_the_same_cost():
         assert other.seconds >= 1.12 * by_tag.seconds
 
 
-@pytest.mark.slow(seconds=3)
+@pytest.mark.slow(seconds=5)
 def test_tags_find_their_hardware_from_no_tags_at_all_and_stay_there():
     pools = Pools("auto", 2, 3, is_auto=True)
     assert not any(pool.tags for pool in pools.plan().pools)

@@ -16,7 +16,7 @@ from rl_jax.simulate.pd_ratio import (
 SMALL = replace(SETTINGS, batch_groups=6)
 
 
-@pytest.mark.slow(seconds=1)
+@pytest.mark.slow(seconds=2)
 @pytest.mark.parametrize("shape", [PREFILL_HEAVY, DECODE_HEAVY], ids=lambda shape: shape.tag)
 def test_the_planned_ratio_is_the_best_one(shape):
     fixed = {num: play(num, shape, 2, 0, settings=SMALL).seconds for num in range(1, NUM_SERVERS)}
@@ -25,7 +25,7 @@ def test_the_planned_ratio_is_the_best_one(shape):
     assert fixed[planned(shape, SMALL).num_prefill] <= 1.05 * best
 
 
-@pytest.mark.slow(seconds=2)
+@pytest.mark.slow(seconds=5)
 def test_auto_leaves_the_worst_ratio():
     fixed, auto = (play(1, PREFILL_HEAVY, 4, 0, word) for word in ("fixed", "auto"))
     assert fixed.moves == 0 and 1 <= auto.moves <= 3

@@ -82,6 +82,7 @@ def play(folder, seed, num_steps=12, **settings):
     return clock.run(main()), swept
 
 
+@pytest.mark.slow(seconds=1)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("rule", ["drop", "survivors", "replace"])
 @pytest.mark.parametrize("age_of", ["oldest", "start"])
