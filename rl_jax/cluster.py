@@ -158,10 +158,9 @@ class Cluster:
                 try:
                     server.wait_ready(0.0)
                 except RuntimeError as error:
-                    said = (
-                        f"{error}; the log has its trace, and --dry_run traces the programs alone"
-                    )
-                    raise ServersNotReady(said) from None
+                    came = "no process of it came" not in str(error)
+                    hint = "; the log has its trace, and --dry_run traces the programs alone"
+                    raise ServersNotReady(f"{error}{hint if came else ''}") from None
 
     def close(self) -> None:
         """End the servers; one whose thread does not end (it may be compiling) is left behind, loudly."""

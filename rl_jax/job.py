@@ -44,7 +44,6 @@ from rl_jax.plan_record import check_disk, plan_record
 from rl_jax.preflight import (
     Resolve,
     build_model,
-    check_backend,
     check_first_prompts,
     check_messages,
     load_names,
@@ -52,6 +51,7 @@ from rl_jax.preflight import (
     prepare_tasks,
     present_devices,
 )
+from rl_jax.preflight_cluster import check_addresses, check_backend
 from rl_jax.preflight_model import check_weights, history_notes
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
@@ -117,6 +117,8 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         if pool is not None:
             stack.callback(lambda: run_blocking(pool.close()))
         check_backend(settings.cluster.backend)
+        if not options.dry_run:
+            check_addresses(settings.cluster)
         meshes = build_meshes(plan, present_devices(plan, "cpu" if options.dry_run else None))
         settings = load_plugin(settings, resolve, parsed.chosen)
         if options.mode == "eval":

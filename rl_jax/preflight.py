@@ -8,7 +8,6 @@ Must not: write anything, or start what is not ended when the check returns.
 """
 
 import asyncio
-import importlib.util
 import json
 import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,7 +48,7 @@ from rl_jax.tokens import Renderer, Tokenizer, encodable
 from rl_jax.tokens.bridge import is_rewritten
 from rl_jax.tokens.load import load_tokenizer, make_renderer
 from rl_jax.tokens.renderer import Tools
-from rl_jax.types import Message, Task
+from rl_jax.types import Message, StepResult, Task
 from rl_jax.validate import algorithm_errors
 
 NUM_PROMPTS, NUM_LONGEST = (
@@ -79,16 +78,6 @@ def present_devices(plan: MeshPlan, platform: str | None = None) -> list[Any]:
             ]
         )
     return devices
-
-
-def check_backend(backend: str) -> None:
-    """Raises ConfigError where cluster.backend needs what is not installed."""
-    if backend == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            [
-                "cluster.backend=ray needs Ray, which is not installed; pip install -e '.[ray]', or use another backend"
-            ]
-        )
 
 
 def load_plugin(
@@ -405,8 +394,9 @@ def check_messages(settings: Settings, pool: EnvPool, tokenizer: Tokenizer) -> N
 def check_first_prompts(
     settings: Settings, pool: EnvPool, renderer: Renderer
 ) -> dict[str, Opening]:
-    """Raises ConfigError as check_prompts, of a few tasks of each split, asked for FIRST_LOOK_S at most; what an
-    environment fails or is slow at is left to its episodes. The pool is prepared, and stays so.
+    """Raises ConfigError as check_prompts, of a few tasks of each split, asked for FIRST_LOOK_S (a tag of which nothing
+    is known for longer, as first_observations); and where no reset of a tag came back, though several were tried. What
+    an environment is slow at, or fails now and then, is left to its episodes. The pool is prepared, and stays so.
 
     Returns: by tag, the opening of a task of train.
     """
@@ -417,14 +407,15 @@ def check_first_prompts(
         for task in _few(pool.list_tasks(source.tag, split))
     ]
     seen = pool.first_observations([task for *_, task in asked], settings.seed, FIRST_LOOK_S)
+    _check_resets(settings, [task for *_, task in asked], seen)
     limit = settings.engine.context - settings.rollout.max_new_tokens
     longest: dict[tuple[str, str], LongestPrompt] = {}
     openings: dict[str, Opening] = {}
     for (tag, split, task), result in zip(asked, seen):
         if split == "train" and not (tag in openings and openings[tag].messages):
-            said = result.messages if result is not None else ()
+            said = result.messages if isinstance(result, StepResult) else ()
             openings[tag] = Opening.of(task, settings, said)
-        if result is None:
+        if not isinstance(result, StepResult):
             continue
         try:
             num = len(renderer.first([*task.messages, *result.messages], task.tools))
@@ -439,6 +430,25 @@ def check_first_prompts(
         prompts.setdefault(tag, []).append(one)
     check_prompts(settings, prompts)
     return openings
+
+
+def _check_resets(
+    settings: Settings, tasks: Sequence[Task], seen: Sequence[StepResult | EnvError | None]
+) -> None:
+    """Raises ConfigError for each tag whose resets failed by themselves, several of them and none else came back."""
+    errors = []
+    for source in settings.tasks.sources:
+        results = [result for task, result in zip(tasks, seen) if task.tag == source.tag]
+        failed = [r for r in results if isinstance(r, EnvError) and r.kind != "env_lost"]
+        if len(failed) >= min(2, len(results)) and not any(
+            isinstance(result, StepResult) for result in results
+        ):
+            errors.append(
+                f"tag {source.tag}: {len(failed)} of {source.env}'s tasks were reset, and each failed; the first:"
+                f" {failed[0].detail}; mend it{', or raise the deadline' if failed[0].kind == 'env_timeout' else ''}"
+            )
+    if errors:
+        raise ConfigError(errors)
 
 
 def _few(tasks: Sequence[Task]) -> list[Task]:

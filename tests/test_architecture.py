@@ -91,6 +91,7 @@ PART = {
     "plan_record": "launch",
     "build_roles": "launch",
     "preflight": "launch",
+    "preflight_cluster": "launch",
     "preflight_model": "launch",
     "supervised": "launch",
     "start": "launch",

@@ -70,6 +70,32 @@ def test_a_first_observation_over_the_context_is_told_before_there_is_a_director
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.parametrize(
+    "fault, line",
+    [
+        ("raise", "each failed; the first: reset: RuntimeError: the environment is broken (envs.py:"),
+        ("hang", "took more than rollout.reset_timeout_s=0.7; it was at envs.py:"),
+    ],
+)  # fmt: skip
+def test_environment_of_which_no_reset_comes_back_is_refused_before_there_is_a_directory(
+    tmp_path, capsys, fault, line
+):
+    source = "--config.tasks.sources[0]"
+    words = [f"{source}.env=rl_jax.testing.envs:MisbehavingEnv", f"{source}.config.fault={fault}"]
+    words += [f"{source}.config.at=reset", "--config.rollout.reset_timeout_s=0.7"]
+    code, lines = told(capsys, tmp_path / "r", *words)
+    assert code == 2 and len(lines) == 1, lines
+    assert lines[0].startswith("error: tag even: ") and line in lines[0], lines
+    assert not (tmp_path / "r").exists()
+
+
+def test_reward_that_cannot_be_made_is_named(tmp_path, capsys):
+    reward = "--config.tasks.sources[0].reward=json:JSONDecoderr"
+    code, lines = told(capsys, tmp_path / "r", reward)
+    assert code == 2 and "reward json:JSONDecoderr: AttributeError: " in lines[0], lines
+    assert not (tmp_path / "r").exists()
+
+
 def test_environment_must_offer_what_the_mode_needs():
     tasks = lambda tag, split: [SimpleNamespace(id=f"{tag}/{split}/0")]
     pool = SimpleNamespace(prepare=lambda: None, splits=lambda tag: ("eval",), list_tasks=tasks)

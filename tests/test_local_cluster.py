@@ -21,7 +21,7 @@ from rl_jax import config, launch
 from rl_jax.cluster import InProcCluster, ProcessCluster, make_cluster
 from rl_jax.mesh import TRAIN_RULES, MeshPlan, build_meshes, shardings
 from rl_jax.models.decoder import build_model
-from rl_jax.preflight import check_backend
+from rl_jax.preflight_cluster import check_backend
 from rl_jax.tokens import ByteTokenizer
 from rl_jax.types import TurnRequest
 from rl_jax.weights.plan import SyncPlan

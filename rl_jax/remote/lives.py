@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rl_jax.remote.channel import Channel
+from rl_jax.remote.channel import CallTimeout, Channel
 from rl_jax.remote.process import LOOK_S, RemoteProcess
 from rl_jax.remote.spec import Spec
 from rl_jax.remote.starter import Starter
@@ -217,6 +217,10 @@ class Lives:
         return how
 
     def _built(self, process: RemoteProcess, result: Any) -> None:
+        if isinstance(result, CallTimeout):
+            limit = f"cluster.start_timeout_s={self.settings.start_timeout_s:g}"
+            process.give_up(f"it could not be built within {limit}; raise that if it needs longer")
+            return
         if isinstance(result, Exception):
             process.give_up(f"it could not be built: {type(result).__name__}: {result}")
             return

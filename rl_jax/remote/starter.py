@@ -150,7 +150,7 @@ class Child:
         return sock
 
     def absent(self, waited_s: float) -> str:
-        return f"its process was not linked within {waited_s:g} s"
+        return f"its process was not linked within cluster.start_timeout_s={waited_s:g}"
 
     def ended(self, timeout_s: float) -> str | None:
         end_s = time.monotonic() + timeout_s
@@ -261,7 +261,10 @@ class ExternalStarter:
         missing = self._listener.missing()
         others = f"; of these none came at all: {', '.join(missing)}" if missing else ""
         where = address_text(*self._listener.address)
-        return f"no process of it came to {where} within {waited_s:g} s (cluster.start_timeout_s){others}"
+        return (
+            f"no process of it came to {where} within {waited_s:g} s (cluster.start_timeout_s){others}; run the command"
+            " that was printed for each, where this address can be reached"
+        )
 
     def stats(self) -> dict[str, int]:
         return self._listener.stats()

@@ -28,6 +28,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, BinaryIO
 
@@ -48,8 +49,14 @@ class Worker:
     def __init__(self, init: dict[str, Any]):
         self._max_obs_bytes = init["max_obs_bytes"]
         self._sources = {source["tag"]: source for source in init["sources"]}
-        self._classes = {tag: resolve(source["target"]) for tag, source in self._sources.items()}
-        self._scorers = {name: resolve(target)() for name, target in init["scorers"].items()}
+        self._classes = {
+            tag: _made(f"environment {source['env']}", lambda s=source: resolve(s["target"]))
+            for tag, source in self._sources.items()
+        }
+        self._scorers = {
+            name: _made(f"reward {name}", lambda t=target: resolve(t)())
+            for name, target in init["scorers"].items()
+        }
         self._tasks: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._live: dict[int, tuple[Any, Any]] = {}  # id -> (environment, task)
         self._scripts: dict[int, random.Random] = {}
@@ -147,6 +154,18 @@ class Worker:
             traceback.print_exc()
 
 
+class NotMade(Exception):
+    """What a source names could not be imported or made."""
+
+
+def _made(what: str, make: Callable[[], Any]) -> Any:
+    """What make() gives. Raises NotMade, which says whose fault it was."""
+    try:
+        return make()
+    except (Exception, SystemExit) as error:
+        raise NotMade(f"{what}: {error_line(error)}") from error
+
+
 def _splits(cls: Any) -> list[str]:
     splits = getattr(cls, "splits", ("train", "eval"))
     names = list(splits) if isinstance(splits, tuple | list) else []
@@ -211,7 +230,8 @@ def serve(requests: BinaryIO, answers: int) -> None:
         ready = wire.dumps({"i": init["i"], "r": worker.offers()})
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        _write(answers, wire.dumps({"i": init["i"], "x": ["env_import", error_line(error)]}))
+        said = str(error) if isinstance(error, NotMade) else error_line(error)
+        _write(answers, wire.dumps({"i": init["i"], "x": ["env_import", said]}))
         return
     _write(answers, ready)
     while line := requests.readline():

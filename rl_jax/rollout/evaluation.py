@@ -145,13 +145,16 @@ class Evaluation:
         self, group: str, index: int, task: Task, rules: EpisodeRules
     ) -> Trajectory | None:
         """One task, tried again after a failure; None if it failed for good."""
+        num_failed = 0
         try:
-            for _ in range(self.max_attempts):
+            while num_failed < self.max_attempts:
                 trajectory = await self._attempt(group, index, task, rules)
                 if trajectory.outcome is not Outcome.FAILED:
                     self.player.ledger.write(ref_of(trajectory), "EVALUATED")
                     return trajectory
-                self.last_failure = trajectory.failure
+                if trajectory.failure is None or trajectory.failure.kind != "env_lost":
+                    num_failed += 1  # else another's failure cost its worker
+                    self.last_failure = trajectory.failure
             return None
         finally:
             self.num_left -= 1

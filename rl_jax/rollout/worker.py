@@ -23,6 +23,7 @@ Must not: know the scheduler, the ledger or a reward's meaning.
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -40,6 +41,7 @@ from rl_jax.types import Action, EpisodeView, Failure, Message, Reward, StepResu
 from rl_jax.waits import Wait
 
 LOGGED = ("env_error", "env_timeout", "env_died")  # faults that leave a trace in a worker's log
+LOOK_S = 60.0  # for the first resets of an environment of which nothing is known
 FREE_RESTARTS = 2  # replacements without a pause
 SCORER_LIVES = 2  # calls that may end with their worker before the scorer is blamed
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before the later ones; doubles each time
@@ -252,24 +254,26 @@ class EnvPool:
                 return tuple(tasks)
 
     def first_observations(
-        self, tasks: Sequence[Task], seed: int, patience_s: float
-    ) -> list[StepResult | None]:
-        """Of each task, between prepare() and start(); None where none came in patience_s, or its reset failed.
+        self, tasks: Sequence[Task], seed: int, patience_s: float, most_s: float = LOOK_S
+    ) -> list[StepResult | EnvError | None]:
+        """Of each task, between prepare() and start(), or why its reset failed; None where nothing came in time.
 
-        A reset that takes longer is left to its own deadline and ends by itself; a worker that ended is replaced.
-        Neither is charged to anybody: the episode that meets it will tell. Raises: EnvError, as prepare().
+        After patience_s only tags of which nothing is known are waited for: until a task of it answered, or two failed
+        by themselves, or most_s have passed. A reset that takes longer is left to its own deadline and ends by itself;
+        a worker that ended is replaced. Nothing is charged to anybody. Raises: EnvError, as prepare().
         """
-        return run_blocking(self._look(tasks, seed, patience_s))
+        return run_blocking(self._look(tasks, seed, patience_s, most_s))
 
     async def _look(
-        self, tasks: Sequence[Task], seed: int, patience_s: float
-    ) -> list[StepResult | None]:
-        found: list[StepResult | None] = [None] * len(tasks)
+        self, tasks: Sequence[Task], seed: int, patience_s: float, most_s: float
+    ) -> list[StepResult | EnvError | None]:
+        found: list[StepResult | EnvError | None] = [None] * len(tasks)
         waiting = iter(enumerate(tasks))
         limit = Limit(self.settings.reset_timeout_s, "rollout.reset_timeout_s")
 
-        async def look(worker: WorkerProcess) -> None:
+        async def look(name: str) -> None:
             for i, task in waiting:
+                worker = self._workers[name]
                 self._num_opened += 1
                 uid, number = f"first_look/{task.id}", self._num_opened
                 reset = worker.call(
@@ -278,24 +282,37 @@ class EnvPool:
                 # Sent at once: a reset that nobody waits for any longer is closed all the same.
                 closed = worker.call("close", uid, self.step_limit, e=number)
                 answer, _ = await asyncio.gather(reset, closed, return_exceptions=True)
-                if not isinstance(answer, BaseException):
+                if isinstance(answer, WorkerFault):
+                    found[i] = EnvError(answer.kind, answer.detail)
+                elif not isinstance(answer, BaseException):
                     found[i] = wire.step_from_wire(answer)
-                if worker.fault is not None:
-                    return
+                await self._mend(name)
 
         async with self._borrowed():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    workers = [w for n, w in self._workers.items() if n.startswith("env_")]
-                    await asyncio.gather(*map(look, workers))
-            for name, worker in list(self._workers.items()):
-                with suppress(WorkerFault):
-                    await worker.ready()
-                if worker.fault is not None:
-                    worker = self._workers[name] = self._new_worker(name)
-                    worker.attach(on_death=lambda worker: None)
-                    await worker.ready()
+            names = [name for name in self._workers if name.startswith("env_")]
+            looks = [asyncio.create_task(look(name)) for name in names]
+            end_s, wait_s = time.monotonic() + most_s, patience_s
+            while any(not task.done() for task in looks):
+                await asyncio.wait(looks, timeout=wait_s)
+                wait_s = 0.1
+                if time.monotonic() > end_s or _is_known(tasks, found):
+                    break
+            for task in looks:
+                task.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+            for name in list(self._workers):
+                await self._mend(name)
         return found
+
+    async def _mend(self, name: str) -> None:
+        """Before start(): a worker that ended is replaced. Raises: WorkerFault if the new one cannot import."""
+        worker = self._workers[name]
+        with suppress(WorkerFault):
+            await worker.ready()
+        if worker.fault is not None:
+            worker = self._workers[name] = self._new_worker(name)
+            worker.attach(on_death=lambda worker: None)
+            await worker.ready()
 
     # --- on the loop --------------------------------------------------------------------------------------------------
 
@@ -469,6 +486,16 @@ class EnvPool:
         except WorkerFault:
             return  # _died has been told, and decides anew
         self._place_free.set()
+
+
+def _is_known(tasks: Sequence[Task], found: Sequence[StepResult | EnvError | None]) -> bool:
+    """Whether of each tag some task answered, or two failed by themselves, or all of them."""
+    for tag in {task.tag for task in tasks}:
+        seen = [result for task, result in zip(tasks, found) if task.tag == tag]
+        own = [r for r in seen if isinstance(r, EnvError) and r.kind != "env_lost"]
+        if not any(isinstance(r, StepResult) for r in seen) and len(own) < min(2, len(seen)):
+            return False
+    return True
 
 
 def _source_to_wire(source: TaskSource) -> dict[str, Any]:

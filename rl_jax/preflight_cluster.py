@@ -1,0 +1,56 @@
+"""What servers in other processes need, checked before anything is written: what is installed, and the addresses.
+
+Must not: start or keep anything (a socket that was opened to look is closed again).
+"""
+
+import importlib.util
+import socket
+
+from rl_jax.config import ConfigError
+from rl_jax.settings import ClusterSettings
+
+CONNECT_S = 5.0  # for a Ray cluster's head to accept a connection
+
+
+def check_backend(backend: str) -> None:
+    """Raises ConfigError where cluster.backend needs what is not installed."""
+    if backend == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            [
+                "cluster.backend=ray needs Ray, which is not installed; pip install -e '.[ray]', or use another backend"
+            ]
+        )
+
+
+def check_addresses(cluster: ClusterSettings) -> None:
+    """Raises ConfigError where nobody answers at cluster.address, or cluster.host:port cannot be listened on."""
+    if cluster.backend == "ray" and ":" in cluster.address:
+        _check_ray(cluster.address)
+    if cluster.backend in ("external", "ray"):
+        _check_listen(cluster.host, cluster.port)
+
+
+def _check_ray(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            [
+                f"cluster.address={address}: nobody answers there within {CONNECT_S:g} s ({error}); start a cluster"
+                " (ray start --head), give the address that it tells, or leave it empty for a Ray of this host alone"
+            ]
+        ) from None
+
+
+def _check_listen(host: str, port: int) -> None:
+    try:
+        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ConfigError(
+            [
+                f"cluster.host={host} with cluster.port={port} cannot be listened on ({error.strerror or error});"
+                " give an address of this machine that the servers' processes reach, and a port that is free (0 = any)"
+            ]
+        ) from None
