@@ -13,6 +13,7 @@ between steps, so one version serves all of it.
 Must not: know an environment, a text, a kernel or a mesh; catch what it cannot handle.
 """
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,18 +28,33 @@ from rl_jax.guards import Guards, GuardTripped, alarm_metrics
 from rl_jax.learner.batch import Batch, pack, with_advantages
 from rl_jax.metrics import Metric, merge_rows
 from rl_jax.rollout.bound import ADAPTIVE, Bound, Limits, Seen
-from rl_jax.rollout.buffer import Interrupted
+from rl_jax.rollout.buffer import Interrupted, TakeTimeout
+from rl_jax.rollout.evaluation import EvaluationFailed, EvaluationUnplayable
+from rl_jax.rollout.player import EnvBudgetExhausted, FleetExhausted
 from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.rollout.traces import sampled_by
 from rl_jax.settings import Settings
 from rl_jax.signals import Preempted, interrupt, on_signal
 from rl_jax.types import Group, SyncResult
 
+LOG = logging.getLogger(__name__)
+
 SAVED = "rollout_only"  # why an episode that was saved and not trained is DROPPED in the ledger
 
 
 class SyncFailed(RuntimeError):
     """Weights could not be published within the retries; at max_staleness 0 nothing else can go on."""
+
+
+# What ends a run though nothing is wrong with what it learned.
+OUTAGES = (
+    EnvBudgetExhausted,
+    FleetExhausted,
+    TakeTimeout,
+    SyncFailed,
+    EvaluationFailed,
+    EvaluationUnplayable,
+)
 
 
 @dataclass
@@ -83,6 +99,8 @@ class Driver:
             None  # the signal that asked to stop, seen between steps and while waiting
         )
         self._interrupt: on_signal | None = None
+        self._saved = state.version  # the version saved last, or that of the start
+        self._is_between = True  # two steps: learner, version and ledger are of one step
 
     def run(self) -> DriverState:
         """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
@@ -91,7 +109,7 @@ class Driver:
         if self.settings.rollout.staleness_policy == ADAPTIVE:
             self.state.bound = self.state.bound or Bound.first(self._limits)
             p.rollout.set_bound(self.state.bound.now)
-        with self._signals():
+        with self._signals(), self._kept():
             self.publish(self.state.version)
             # Saved before the drain: what that cancels is issued again by a resume with more steps.
             self._train(self.step, self.evaluate)
@@ -147,6 +165,7 @@ class Driver:
         clock = Stopwatch()
         p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
         groups = p.buffer.take(step, should_stop=self._is_stopping)
+        self._is_between = False
         selected = p.buffer.selection_metrics()
         clock.lap("time/wait_for_batch_s")
         batch, learned = self._learn(step, groups, clock)
@@ -155,7 +174,13 @@ class Driver:
         if cfg.tasks.curriculum.name != "none":
             p.rollout.learned(_mean_advantages(batch, groups))
         clock.lap("time/train_s")
-        synced = self.publish(step)
+        try:
+            synced = self.publish(step)
+        except (
+            SyncFailed
+        ):  # what was learned need not be lost with the servers: a resume publishes it first
+            self.state.version, self._is_between = step, True
+            raise
         clock.lap("time/sync_s")
         p.rollout.check()
         metrics = {**learned, **selected, **clock.metrics(), **_sync_metrics(synced)}
@@ -185,7 +210,7 @@ class Driver:
             with p.recorder.doing(f"the sync of version {version}"):
                 result = p.sync.publish(p.learner.params, version)
             if result.state in ("PUBLISHED", "PARTIAL"):
-                self.state.version = version
+                self.state.version, self._is_between = version, True
                 p.rollout.published(version)
                 return result
             p.recorder.event(
@@ -255,6 +280,7 @@ class Driver:
             p.recorder.flush()
             p.checkpointer.save(self.state.version, p.learner.state, extra)
             p.checkpointer.wait()
+        self._saved = self.state.version
         p.recorder.event("saved", step=self.state.version)
 
     def _train(self, act: Callable[[int], None], evaluate: Callable[[str], None]) -> None:
@@ -377,6 +403,19 @@ class Driver:
             self.save()  # no step is half done; a task that is solved may end so: what solved it is kept
             raise
         self._save_and_stop(f"before step {step}")
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """An outage ends the run after a save of what was learned since the last one; its cause is told in any case."""
+        try:
+            yield
+        except OUTAGES:
+            if self._is_between and self.state.version > self._saved:
+                try:
+                    self.save()
+                except Exception as error:  # boundary: it must not hide what ended the run
+                    LOG.warning("version %d could not be saved: %s", self.state.version, error)
+            raise
 
     def _save_and_stop(self, where: str) -> NoReturn:
         self.save()

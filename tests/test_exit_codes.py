@@ -1,6 +1,10 @@
 """What a config, a plugin, an environment or saved data gets wrong is one line and an exit code, not a trace."""
 
+import json
 import shutil
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +23,10 @@ from rl_jax.rollout.tasks import TaskError, TaskStream
 from rl_jax.rollout.traces import TraceError, read_traces
 from rl_jax.settings import WarmStartSettings
 from rl_jax.testing.envs import EvenEnv
+from rl_jax.types import SyncResult
 from rl_jax.warm_start import warm_start
 from rl_jax.weights.plan import SyncPlanError
+from rl_jax.weights.sync import WeightSync
 
 CONFIG = f"--config={Path(__file__).parent / 'job_config.py'}"
 UNTRAINED = ("--mode=eval", "--resume=never")  # plays what the seed made
@@ -157,6 +163,74 @@ def test_evaluation_that_scores_nothing(tmp_path, capsys):
     assert code == 4 and len(lines) == 1, lines
     assert "took more than rollout.step_timeout_s=1; " in lines[0], lines
     assert "eval.timeout_s" not in lines[0]
+
+
+OUTAGE_ENV = """
+import os
+from rl_jax.testing.envs import EvenEnv
+
+class Env(EvenEnv):
+    def step(self, action):
+        if os.path.exists({path!r}):
+            raise ConnectionError("the environment's host is down")
+        return super().step(action)
+"""
+
+
+def environments_fail(tmp_path, directory, monkeypatch):
+    """After two steps, until the function that it returns is called. Also returns the words of the run."""
+    down, metrics = tmp_path / "down", directory / "metrics.jsonl"
+    (tmp_path / "outage_env.py").write_text(OUTAGE_ENV.format(path=str(down)))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def break_it():
+        while not metrics.exists() or metrics.read_text().count("policy/loss") < 2:
+            time.sleep(0.005)
+        down.touch()
+
+    threading.Thread(target=break_it, daemon=True).start()
+    return ["--config.tasks.sources[0].env=outage_env:Env"], down.unlink
+
+
+def syncs_fail(tmp_path, directory, monkeypatch):
+    """That of version 2 and all after it: its update is done by then."""
+    publish = WeightSync.publish
+
+    def fail(sync, params, version):
+        if version < 2:
+            return publish(sync, params, version)
+        return SyncResult("FAILED", 1, (), ("all.0",), 0, 0.0, 0.0, "all.0: its process ended")
+
+    monkeypatch.setattr(WeightSync, "publish", fail)
+    return [], lambda: monkeypatch.setattr(WeightSync, "publish", publish)
+
+
+@pytest.mark.slow(seconds=20)
+@pytest.mark.parametrize(
+    "begin, code, line",
+    [
+        (environments_fail, 4, "the environment's host is down"),
+        (syncs_fail, 5, "weights of version 2 ended FAILED"),
+    ],
+)
+def test_outage_saves_what_was_learned_and_the_run_goes_on_after_it(
+    tmp_path, capsys, monkeypatch, begin, code, line
+):
+    """Fault 11: nothing is wrong with the weights when servers or environments are gone."""
+    directory = tmp_path / "run"
+    words, end = begin(tmp_path, directory, monkeypatch)
+    words += ["--config.rollout.max_env_failures=3"]
+    found, lines = told(capsys, directory, *words, "--config.steps=200")
+    assert found == code and line in lines[0], lines
+    (saved,) = (directory / "checkpoints").glob("step_*")
+    step, file = int(saved.name.removeprefix("step_")), directory / "ledger.jsonl"
+    read = lambda: [json.loads(row) for row in file.read_text().splitlines()]
+    assert 2 <= step == max(row["step"] for row in read() if row["state"] == "TRAINED")
+    end()
+    more = f"--config.steps={step + 2}"
+    assert launch.main([CONFIG, f"--run_dir={directory}", *words, more]) == 0
+    trained = Counter(row["uid"] for row in read() if row["state"] == "TRAINED")
+    assert set(trained.values()) == {1} and len(trained) == 4 * (step + 2)
 
 
 @pytest.mark.slow

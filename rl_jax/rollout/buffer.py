@@ -217,13 +217,14 @@ class SampleBuffer:
             self._drop(entry.open_members, reason)
 
     def snapshot(self) -> tuple[Group, ...]:
-        """Groups issued and not consumed that are complete: those waiting, oldest first, then those taken."""
+        """Groups issued and not consumed that are complete: those waiting, oldest first, then those taken and not
+        trained."""
         with self._change:
             waiting = [
                 e.group for e in sorted(self._entries, key=lambda e: (e.oldest_version, e.seq))
             ]
-            taken = [entry.group for entries in self._taken.values() for entry in entries]
-            return (*waiting, *taken)
+            held = [es for step, es in self._taken.items() if step not in self._trained]
+            return (*waiting, *(entry.group for entries in held for entry in entries))
 
     def oldest_version(self, now: int) -> int:
         """Of any group it holds; `now` if there is none."""
