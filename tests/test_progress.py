@@ -115,6 +115,24 @@ def test_heartbeat_inside_a_phase_says_what_of_the_phase_is_done():
     ]
 
 
+def test_first_heartbeat_of_a_phase_comes_early():
+    """An environment whose import hangs is named while somebody still sits before the terminal."""
+    clock, out = Clock(), io.StringIO()
+    progress = Progress(1, "plain", heartbeat_s=30, stream=out, clock=clock)
+    with progress.phase("environments", status=lambda: "import in env_0"):
+        clock.now = 9.0
+        assert progress.beat(lambda: "") == 1.0
+        clock.now = 10.0
+        assert progress.beat(lambda: "") == 30.0
+        clock.now = 39.0
+        assert progress.beat(lambda: "") == 1.0
+    with progress.doing("the update of step 1"):  # of each step: as patient as ever
+        clock.now = 60.0
+        assert progress.beat(lambda: "") > 0
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("... ")]
+    assert lines == ["... 10 s in environments: import in env_0"]
+
+
 def test_closed_terminal_does_not_stop_the_run():
     out = io.StringIO()
     progress = Progress(1, "plain", stream=out)

@@ -65,6 +65,9 @@ def test_partition_ends_with_the_lease_and_what_comes_after_it_is_not_answered(f
     done, start = submit(server, request), time.monotonic()
     time.sleep(0.1)
     proxy.hold()
+    silent = lambda: [w for w in server.waits() if w.what == "a sign of life of decode.0"]
+    kit.until(silent, "the silence to be named")
+    assert silent()[0].limit == "cluster.lease_s=2" and done.empty()
     error = done.get(timeout=kit.LEASE_S + 5)
     assert isinstance(error, TurnError) and error.retryable
     assert "nothing came from decode.0 for" in str(error) and "cluster.lease_s=2" in str(error)

@@ -50,6 +50,21 @@ def test_what_counts_as_standing_still():
     assert looks(*steps, settings=settings) == [None] * 40
 
 
+def test_what_stands_still_is_told_before_it_counts_as_dead():
+    liveness, settings = Liveness(), ServeSettings(progress_timeout_s=60.0)
+    hung = Progress(7, "generating for 3 requests", False, False)
+    liveness.look("decode.0", hung, settings, 100.0)
+    assert liveness.waits() == []
+    for now_s in (101.0, 102.0):
+        liveness.look("decode.0", hung, settings, now_s)
+    (wait,) = liveness.waits()
+    assert wait.text(121.0) == (
+        "progress of decode.0 for 21.0 s, generating for 3 requests (at most serve.progress_timeout_s=60)"
+    )
+    liveness.look("decode.0", hung._replace(num_done=8), settings, 103.0)
+    assert liveness.waits() == []
+
+
 @pytest.mark.slow
 def test_a_hung_block_is_fenced_and_its_turns_finish_elsewhere(kit):
     servers = [kit.decode(name=f"decode.{i}", **QUICK) for i in range(2)]
@@ -66,10 +81,18 @@ def test_a_hung_block_is_fenced_and_its_turns_finish_elsewhere(kit):
             took_s = time.monotonic() - start
             return await router.generate(request), (error, took_s)  # as an episode does, once
 
-    async def main():
-        return await asyncio.gather(*[turn(str(i)) for i in range(4)])
+    named = set()
 
-    answers = run(main())
+    async def watch():
+        while not hung.server.fenced:
+            named.update(wait.what for wait in router.waits())
+            await asyncio.sleep(0.01)
+
+    async def main():
+        return await asyncio.gather(*[turn(str(i)) for i in range(4)], watch())
+
+    *answers, _ = run(main())
+    assert named == {"progress of decode.0"}
     failed = [why for _, why in answers if why is not None]
     assert len(failed) == 2
     for error, took_s in failed:
