@@ -113,7 +113,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_one_process_down_to_the_bits(tm
 
 def run_commands(run):
     """What a person does who reads them in the driver's log: each is run until it ends."""
-    pattern, found = re.compile(r"(\S+=\S+ .*server_process --connect=.*)$", re.M), []
+    pattern, found = re.compile(r"(\S+=\S+ .*(?:server|store)_process --connect=.*)$", re.M), []
     while not found:
         time.sleep(0.05)
         text = "".join(path.read_text() for path in run.rglob("driver.log"))
@@ -133,14 +133,15 @@ def run_commands(run):
 @pytest.mark.slow(seconds=40)
 def test_run_on_processes_trains_on_the_same_tokens(tmp_path):
     """Synchronous, so that nothing depends on time: what was trained is equal, episode by episode."""
-    trained = {}
-    for backend in ("inproc", "local", "external"):
+    trained, ways = {}, {"inproc": (), "local": ()}
+    ways["external"] = ("--config.cluster.stores=1", "--config.weights.transport=store")
+    for backend, way in ways.items():
         run = tmp_path / backend
         words = [f"--config={FILE}", f"--run_dir={run}", "--config.run_id=r", "--mesh=split_2"]
         operator = threading.Thread(target=run_commands, args=(run,), daemon=True)
         if backend == "external":
             operator.start()
-        assert launch.main([*words, f"--config.cluster.backend={backend}"]) == 0
+        assert launch.main([*words, *way, f"--config.cluster.backend={backend}"]) == 0
         lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
         trained[backend] = {
             (line["uid"], line["step"]): line["sha256"]
@@ -154,6 +155,13 @@ def test_run_on_processes_trains_on_the_same_tokens(tmp_path):
     assert not operator.is_alive(), "the process ends with the run"
     logs = {path.name for path in (tmp_path / "local" / "logs").rglob("*.log")}
     assert {"decode.0.log"} <= logs, logs
+    by = {"local": "shared memory", "external": "the store store.0"}
+    for backend, copies in (("inproc", 0), ("local", 0), ("external", 1)):
+        run = tmp_path / backend
+        row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        assert row["sync/link_bytes"] == copies * row["sync/bytes"] and row["sync/bytes"] > 0
+        text = "".join(path.read_text() for path in run.rglob("driver.log"))
+        assert f"decode.0 gets its weights by {by.get(backend, '')}" in text or backend not in by
 
 
 TWO_DECODE = """

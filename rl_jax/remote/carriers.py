@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from rl_jax.remote import region
 from rl_jax.remote.channel import Channel, Lane
 from rl_jax.remote.region import NoRoom, Region
-from rl_jax.remote.store import Store, StoreRefused
+from rl_jax.remote.store import Load, Store, StoreRefused
 
 REGIONS = 2
 PATIENCE = 0.25  # of the time that is left, for a region that others still read
@@ -33,30 +34,6 @@ REACH_S = 5.0  # for a server to try to open a region
 MIN_SIZE = 1 << 16  # bytes of a region: small buckets differ by little
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Load:
-    """One bucket of one sync on its way to one server."""
-
-    sync_id: str
-    version: int
-    bucket: int
-    arrays: Mapping[str, Any]  # whole ones; jax.Arrays of the train mesh, or of the host
-    end_s: float  # on the monotonic clock
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self.end_s - time.monotonic())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Of what is moved: servers that are given the same arrays share it."""
-        return (self.sync_id, self.bucket, *map(id, self.arrays.values()))
 
 
 @dataclass(eq=False)
@@ -206,7 +183,8 @@ class Carriers:
         self.shared = SharedBuckets() if shared is None else shared
         self._lock = threading.Lock()
         self._ways: dict[str, _Way] = {}
-        self._reached: dict[tuple[int, str], str] = {}  # (channel, region's key) -> why not, or ""
+        # channel -> region's key -> why its process cannot read there, or ""
+        self._reached: WeakKeyDictionary[Channel, dict[str, str]] = WeakKeyDictionary()
         self._said: set[tuple[str, str]] = set()
 
     def carry(self, server: str, channel: Channel, load: Load) -> int:
@@ -287,14 +265,13 @@ class Carriers:
         """Why the process cannot read the region, or \"\"."""
         if address is None:
             return self.shared.refused or "it is closed"
-        key = (id(channel), address["key"])
         with self._lock:
-            known = self._reached.get(key)
+            known = self._reached.setdefault(channel, {}).get(address["key"])
         if known is None:
             told = channel.call("reach", {"at": address}, deadline_s=min(REACH_S, load.left_s))
             known = str(told.body["why"])
             with self._lock:
-                self._reached[key] = known
+                self._reached[channel][address["key"]] = known
         return known
 
     def _say(self, server: str, why: str) -> None:

@@ -110,31 +110,39 @@ def shards(arrays: Mapping[str, Any]) -> list[list[Part]]:
     return [by_device[device] for device in sorted(by_device)]
 
 
-def _places(described: Described) -> tuple[dict[str, tuple[int, np.dtype, tuple[int, ...]]], int]:
-    """name -> (offset behind the header, dtype, shape), and the length of all."""
+def _places(described: Described) -> dict[str, "_Place"]:
+    """Where each array lies, in order."""
     places, at = {}, 0
     for name, dtype, shape in described:
-        places[name] = (at, DTYPES[dtype], tuple(shape))
-        at += _aligned(math.prod(shape) * DTYPES[dtype].itemsize)
-    return places, at
+        places[name] = _Place(at, DTYPES[dtype], tuple(shape))
+        at += places[name].room
+    return places
 
 
 def length_of(described: Described) -> int:
     """Bytes that the arrays take in a region, behind its header."""
-    return _places(described)[1]
+    return sum(place.room for place in _places(described).values())
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
+@dataclass(frozen=True)
+class _Place:
+    at: int  # behind the header
+    dtype: np.dtype
+    shape: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
-def _views(buffer: np.ndarray, described: Described) -> dict[str, np.ndarray]:
-    """The arrays in u8[length]."""
-    views = {}
-    for name, (at, dtype, shape) in _places(described)[0].items():
-        size = math.prod(shape) * dtype.itemsize
-        views[name] = buffer[at : at + size].view(dtype).reshape(shape)
-    return views
+    @property
+    def room(self) -> int:
+        """Bytes until the next one."""
+        return -(-self.size // ALIGN) * ALIGN
+
+    def view(self, room: np.ndarray) -> np.ndarray:
+        """The array that lies in u8[room]."""
+        return room[: self.size].view(self.dtype).reshape(self.shape)
 
 
 def _sum(chunk: np.ndarray) -> int:
@@ -143,7 +151,8 @@ def _sum(chunk: np.ndarray) -> int:
 
 
 def _checksum(sums: Sequence[int]) -> int:
-    """Of the sums of all chunks: five times as fast as a crc32 of the bytes, and no mixture of two buckets passes."""
+    """Of the sums of all arrays' chunks: five times as fast as a crc32 of the bytes, and no mixture of two buckets
+    passes."""
     return zlib.crc32(np.array(sums, "<u8").tobytes())
 
 
@@ -168,8 +177,14 @@ def free_bytes() -> int:
                 names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else names
                 limit, used = (_number(f"{folder}/{name}") for name in names)
                 if limit is not None and used is not None:
-                    free.append(limit - used)
+                    free.append(limit - used + _reclaimable(f"{folder}/memory.stat"))
     return max(0, min(free))
+
+
+def _reclaimable(path: str) -> int:
+    """Bytes that a cgroup counts as used and the kernel takes back when they are asked for: cached files."""
+    rows = dict(line.split(" ", 1) for line in _lines(path))
+    return int(rows.get("total_inactive_file", rows.get("inactive_file", 0)))
 
 
 def _lines(path: str) -> list[str]:
@@ -238,20 +253,23 @@ class Region:
         """After `begin`, part by part. Raises: ValueError for what does not fit."""
         if length_of(described) > self.size:
             raise ValueError(f"{length_of(described)} bytes in a region of {self.size}")
-        views = _views(self._bytes[HEADER : HEADER + length_of(described)], described)
+        places = _places(described)
         for part in parts:
-            place = views[part.name][(*(slice(*r) for r in part.box), ...)]
-            data = np.asarray(part.data)
-            if place.dtype != data.dtype or place.shape != data.shape:
+            whole = places[part.name].view(self._bytes[HEADER + places[part.name].at :])
+            here, data = whole[(*(slice(*r) for r in part.box), ...)], np.asarray(part.data)
+            if here.dtype != data.dtype or here.shape != data.shape:
                 raise ValueError(
                     f"{data.dtype}{list(data.shape)} is no part {part.box} of {part.name}"
                 )
-            place[...] = data
+            here[...] = data
 
-    def stamp(self, sync_id: str, version: int, bucket: int, length: int) -> Stamp:
+    def stamp(self, sync_id: str, version: int, bucket: int, described: Described) -> Stamp:
         """After all parts: from now on it is a bucket."""
-        held = self._bytes[HEADER : HEADER + length]
-        sums = [_sum(held[at : at + CHUNK]) for at in range(0, length, CHUNK)]
+        sums, length = [], 0
+        for place in _places(described).values():
+            held = self._bytes[HEADER + place.at : HEADER + place.at + place.room]
+            sums += [_sum(held[at : at + CHUNK]) for at in range(0, place.room, CHUNK)]
+            length += place.room
         stamp = Stamp(sync_id, version, bucket, self._turn, length, _checksum(sums))
         self._bytes[:HEADER] = np.frombuffer(_header(self._key, stamp), np.uint8)
         return stamp
@@ -262,7 +280,7 @@ class Region:
         self.begin()
         for parts in shards(arrays):
             self.write(described, parts)
-        return self.stamp(sync_id, version, bucket, length_of(described))
+        return self.stamp(sync_id, version, bucket, described)
 
     def told(self, stamp: Stamp, described: Described) -> dict[str, Any]:
         """What a reader must be told, as JSON."""
@@ -293,22 +311,26 @@ def take(told: Mapping[str, Any]) -> dict[str, np.ndarray]:
         raise ValueError(f"arrays of {length_of(described)} bytes are told as {stamp.length}")
     what = f"bucket {stamp.bucket} of sync {stamp.sync_id}"
     header = _header(bytes.fromhex(told["at"]["key"]), stamp)
-    memory = np.empty(stamp.length + ALIGN, np.uint8)
-    start = -memory.ctypes.data % ALIGN
-    copy, sums = memory[start : start + stamp.length], []
+    taken, sums = {}, []
     with _opened(told["at"]) as fd:
         if os.pread(fd, HEADER, 0) != header:
             raise Torn(f"{what} is not, or no more, in its region")
-        for at in range(0, stamp.length, CHUNK):
-            chunk = copy[at : at + CHUNK]
-            if os.preadv(fd, [chunk], HEADER + at) != len(chunk):
-                raise Torn(f"the region of {what} is too short")
-            sums.append(_sum(chunk))
+        for name, place in _places(described).items():
+            # An allocation each: the allocator has most of them from the version before, pages and all.
+            room = np.empty(place.room + ALIGN, np.uint8)
+            start = -room.ctypes.data % ALIGN
+            room = room[start : start + place.room]
+            for at in range(0, place.room, CHUNK):
+                chunk = room[at : at + CHUNK]
+                if os.preadv(fd, [chunk], HEADER + place.at + at) != len(chunk):
+                    raise Torn(f"the region of {what} is too short")
+                sums.append(_sum(chunk))
+            taken[name] = place.view(room)
         if os.pread(fd, HEADER, 0) != header:
             raise Torn(f"{what} was written over while it was read")
     if _checksum(sums) != stamp.checksum:
         raise Torn(f"the checksum of {what} differs")
-    return _views(copy, described)
+    return taken
 
 
 @contextlib.contextmanager

@@ -26,12 +26,13 @@ import numpy as np
 
 from kernels.kv import KVSpec
 from rl_jax.remote import codec
-from rl_jax.remote.carriers import Carriers, Load
+from rl_jax.remote.carriers import Carriers
 from rl_jax.remote.channel import Answer, CallTimeout
 from rl_jax.remote.codec import CodecError
 from rl_jax.remote.lives import Lives
 from rl_jax.remote.spec import ServerSpec
 from rl_jax.remote.starter import LocalStarter, Starter
+from rl_jax.remote.store import Load
 from rl_jax.serve.commands import OnDone
 from rl_jax.serve.loop import Progress, answer
 from rl_jax.serve.prefill_server import OnPrefix

@@ -13,8 +13,10 @@ Must not: pick who uses it (carriers.py), or fall back.
 
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from rl_jax.remote import region
@@ -27,6 +29,30 @@ from rl_jax.settings import ClusterSettings
 CLOSE_S = 5.0
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Load:
+    """One bucket of one sync on its way to one server."""
+
+    sync_id: str
+    version: int
+    bucket: int
+    arrays: Mapping[str, Any]  # whole ones; jax.Arrays of the train mesh, or of the host
+    end_s: float  # on the monotonic clock
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.end_s - time.monotonic())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Of what is moved: servers that are given the same arrays share it."""
+        return (self.sync_id, self.bucket, *map(id, self.arrays.values()))
 
 
 class StoreLost(ConnectionError):
@@ -92,8 +118,8 @@ class Store:
             "store_held_bytes": held,
         }
 
-    def place(self, server: str, load: Any) -> tuple[dict[str, Any], int]:
-        """Have the bucket there. load: carriers.Load.
+    def place(self, server: str, load: Load) -> tuple[dict[str, Any], int]:
+        """Have the bucket there.
 
         Returns: what the server must be told to read it; bytes that this call sent, 0 where another server's did.
         Raises: StoreLost, StoreRefused; CallTimeout.
@@ -132,7 +158,7 @@ class Store:
         if done and (channel := self._lives.channel) is not None:
             channel.tell("evict", {"sync_ids": done})
 
-    def _push(self, load: Any) -> dict[str, Any]:
+    def _push(self, load: Load) -> dict[str, Any]:
         """Raises: StoreLost, StoreRefused."""
         channel = self._lives.channel
         if channel is None:

@@ -98,8 +98,7 @@ class StoreService(Service):
             request.answer({})
             return
         self._num_puts += 1
-        length = region.length_of(bucket.arrays)
-        stamp = bucket.region.stamp(body["sync_id"], body["version"], body["bucket"], length)
+        stamp = bucket.region.stamp(body["sync_id"], body["version"], body["bucket"], bucket.arrays)
         request.answer({"region": bucket.region.told(stamp, bucket.arrays)})
 
     def _evict(self, request: Request) -> None:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from rl_jax.remote import region
-from rl_jax.remote.carriers import Carriers, Load, SharedBuckets
+from rl_jax.remote.carriers import Carriers, SharedBuckets
 from rl_jax.remote.channel import Answer
+from rl_jax.remote.store import Load
 
 
 @pytest.fixture
