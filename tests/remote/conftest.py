@@ -17,6 +17,7 @@ import pytest
 
 from rl_jax.child import clean_environment
 from rl_jax.mesh import make_mesh, named_sharding
+from rl_jax.remote.carriers import Carriers
 from rl_jax.remote.server import RemoteDecodeServer, RemotePrefillServer
 from rl_jax.remote.starter import ExternalStarter, LocalStarter
 from rl_jax.serve import Router
@@ -112,6 +113,7 @@ class World:
             for name, block_s in (("prefill.0", 0.0), ("decode.0", BLOCK_S), ("decode.1", BLOCK_S))
         ]
         self.operator = self.starter = None
+        self.carriers = Carriers("auto" if backend == "local" else "channel")
         if backend == "inproc":
             self.servers = [make(spec.job) for spec in specs]
         else:
@@ -121,7 +123,7 @@ class World:
                 self.operator = Operator(self.starter.commands, [spec.name for spec in specs])
             self.servers = [
                 (RemotePrefillServer if spec.kind == "prefill" else RemoteDecodeServer)(
-                    spec, cluster, log_dir, WEIGHTS.deadline_s, self.starter
+                    spec, cluster, log_dir, WEIGHTS.deadline_s, self.starter, self.carriers
                 )
                 for spec in specs
             ]
@@ -187,6 +189,7 @@ class World:
             server.close()
         if self.operator is not None:
             self.operator.close()
+        self.carriers.close()
         if self.starter is not None:
             self.starter.close()
 
