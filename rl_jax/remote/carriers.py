@@ -203,7 +203,8 @@ class Carriers:
                 if told is not None:
                     channel.call("stage", body | {"region": told}, deadline_s=load.left_s)
                     return 0
-            self._say(server, way.by.refused or "its regions of the driver are read by others")
+            why = way.by.refused or "both regions are read by others"
+            self._say(server, f"no shared memory: {why}")
         elif way.by is not None:
             try:
                 told, num_bytes = way.by.place(server, load)

@@ -339,6 +339,7 @@ def test_damaged_region_is_no_bucket(shared):
 def test_no_memory_for_a_region_leaves_the_channel_and_one_line(shared, caplog):
     good = shared.carriers
     shared.use(Carriers("auto", shared=SharedBuckets(free=lambda: 300 << 20)))
+    assert shared.carriers.shared.address is not None
     shared.carriers.shared._free = lambda: 1 << 20  # what there was when it was asked is gone
     for _ in range(2):
         host, result = shared.publish()
