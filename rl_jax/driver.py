@@ -166,7 +166,7 @@ class Driver:
         p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
         groups = p.buffer.take(step, should_stop=self._is_stopping)
         self._is_between = False
-        selected = p.buffer.selection_metrics()
+        selected = {**p.buffer.selection_metrics(), **p.rollout.redundancy_metrics()}
         clock.lap("time/wait_for_batch_s")
         batch, learned = self._learn(step, groups, clock)
         with p.recorder.doing(f"the ledger's records of step {step}"):
@@ -353,7 +353,8 @@ class Driver:
         p.rollout.check()
         assert self.state.weights_version is not None, "collect sets it"
         groups = [sampled_by(group, self.state.weights_version) for group in groups]
-        p.recorder.step(step, groups, clock.metrics(), p.rollout.counts())
+        metrics = {**clock.metrics(), **p.rollout.redundancy_metrics()}
+        p.recorder.step(step, groups, metrics, p.rollout.counts())
 
     def _replay_step(self, groups: Sequence[Group], step: int) -> None:
         p, clock = self.parts, Stopwatch()

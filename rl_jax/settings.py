@@ -181,7 +181,15 @@ class RolloutSettings:
     # what an age is counted from. oldest: the version of the oldest trained token | start: that at which the episode
     # started, which is the same or older
     age_of: str = "oldest"
-    scheduler: str = "trajectory"  # a name of SCHEDULERS
+    # a name of SCHEDULERS. trajectory: an episode starts as soon as slots and max_staleness allow | batch: no group
+    # starts before the batch before is complete
+    scheduler: str = "trajectory"
+    # when an episode's next turn begins. trajectory: at once | batch: when all live episodes have ended theirs
+    env_stepping: str = "trajectory"
+    # redundancy: so many groups, and members of each group, run beyond those that are needed; the first to finish are
+    # kept, and the rest is cancelled when the quota is met
+    extra_groups: int = 0  # of all tags together
+    extra_members: int = 0
     temperature: float = 1.0
     top_p: float = 1.0  # of the top_k likeliest; in training, below 1 needs top_k
     # 0 = all. In training at most 64: the ids a token was sampled from are kept, and the log-probs are taken over them

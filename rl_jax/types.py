@@ -468,13 +468,14 @@ class GroupView:
     group: str
     task_id: str
     tag: str
-    want: int
+    want: int  # scored members that complete it
     started: int
     scored: int
     num_tokens: tuple[int, ...]
     oldest_version: int  # of any member, by rollout.age_of; the current one if none has begun
     issued_s: float
     deferred: bool = False
+    extra: int = 0  # members beyond `want` that may run, so that it is complete sooner
 
 
 @dataclass(frozen=True)

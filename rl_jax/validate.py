@@ -90,6 +90,8 @@ INTERVALS = {
     "rollout.batch_groups": "[1, inf)",
     "rollout.group_size": "[1, inf)",
     "rollout.max_staleness": "[0, inf)",
+    "rollout.extra_groups": "[0, inf)",
+    "rollout.extra_members": "[0, inf)",
     "rollout.temperature": "[0, inf)",
     "rollout.top_p": "(0, 1]",
     "rollout.top_k": "[0, inf)",
@@ -178,6 +180,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "tasks.curriculum.name": ("none", "dump"),
     "rollout.age_of": AGE_OF,
     "rollout.staleness_policy": POLICIES,
+    "rollout.env_stepping": ("trajectory", "batch"),
     "rollout.history": ("keep", "template"),
     "rollout.short_group_infra": ("replace", "survivors", "drop"),
     "rollout.short_group_stale": ("replace", "survivors", "drop"),
@@ -404,6 +407,11 @@ def _batch(s: Settings) -> Iterator[str]:
         yield (
             f"rollout.batch_groups={n} does not divide into {num_tags} tags, which take equal shares;"
             f" use {n - n % num_tags or num_tags} or {n - n % num_tags + num_tags}"
+        )
+    if (extra := s.rollout.extra_groups) % num_tags and not has_curriculum:
+        yield (
+            f"rollout.extra_groups={extra} does not divide into {num_tags} tags, which have equal shares;"
+            f" use {extra - extra % num_tags} or {extra - extra % num_tags + num_tags}"
         )
     tags = {source.tag for source in s.tasks.sources}
     for i, pool in enumerate(s.mesh.pools):

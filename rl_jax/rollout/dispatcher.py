@@ -10,6 +10,9 @@ one completes it. Or it failed, and the short-group rule (rollout.short_group_in
     replace    start it again as the next attempt; once max_attempts failed by themselves, its group is dropped
     survivors  go on without it; a group without members is dropped
     drop       drop the group
+Where the group has spare members (rollout.extra_members), it goes on without this one instead of being dropped.
+A complete group has exactly group_size members, unless `survivors` made it smaller: what else of it runs is cancelled
+at once (REDUNDANT), and so is what the policy drops for that reason.
 A failure charged to the policy goes by `survivors` under every rule (the same seed would fail again), and one that no
 further attempt can mend (HOPELESS) drops the group at once; the scheduler then starts another group.
 A member older than max_staleness goes by rollout.short_group_stale, with the same three words, scored or not, and also
@@ -31,8 +34,10 @@ from rl_jax.rollout.curriculum import ANY
 from rl_jax.rollout.episode import Episode, EpisodeRules
 from rl_jax.rollout.live_group import LiveGroup, Member
 from rl_jax.rollout.player import Player, failure_reason
-from rl_jax.rollout.scheduler import SchedulerConfig
+from rl_jax.rollout.redundancy import Redundancy
+from rl_jax.rollout.scheduler import REDUNDANT, SchedulerConfig
 from rl_jax.rollout.slots import Slots
+from rl_jax.rollout.turn_barrier import TurnBarrier
 from rl_jax.settings import RolloutSettings
 from rl_jax.types import (
     Cancel,
@@ -73,9 +78,15 @@ class Dispatcher:
     fatal: Callable[[BaseException], None]
 
     def __post_init__(self):
-        size, staleness = self.settings.group_size, self.settings.max_staleness
-        self._bound = staleness
-        self._state = self.policy.init(SchedulerConfig(self.tags, size, staleness))
+        s = self.settings
+        self._bound = s.max_staleness
+        self._state = self.policy.init(
+            SchedulerConfig(
+                self.tags, s.group_size, s.max_staleness, s.extra_groups, s.extra_members
+            )
+        )
+        self._barrier = TurnBarrier() if s.env_stepping == "batch" else None
+        self.redundancy = Redundancy() if s.extra_groups or s.extra_members else None
         self._groups: dict[str, LiveGroup] = {}  # in order of issue
         # Under short_group_stale=replace: what became the groups that are in the buffer.
         self._complete_ones: dict[str, LiveGroup] = {}
@@ -233,8 +244,8 @@ class Dispatcher:
             raise ValueError(
                 f"the task stream issued {uid} twice; (epoch, index) must be unique over tags"
             )
-        size, age_of = self.settings.group_size, self.settings.age_of
-        group = LiveGroup(uid, issued, size, now_s(), tag, age_of)
+        s = self.settings
+        group = LiveGroup(uid, issued, s.group_size, now_s(), tag, s.age_of, s.extra_members)
         self._groups[uid] = group
         return group
 
@@ -248,7 +259,10 @@ class Dispatcher:
             attempt = self.player.ledger.next_attempt(uid)
             epoch, index = group.issued.epoch, group.issued.index
             ref = EpisodeRef(uid, attempt, group.uid, epoch, index, sample, task.tag)
-            member = Member(self.player.issue(ref, task, self.rules, slot), slot)
+            episode = self.player.issue(ref, task, self.rules, slot, self._barrier)
+            member = Member(episode, slot)
+            if self._barrier is not None:
+                self._barrier.join(episode.session)
             group.members[sample] = member
             group.tries[sample] += 1
             member.runner = asyncio.get_running_loop().create_task(
@@ -295,11 +309,12 @@ class Dispatcher:
             failure.kind == "env_lost"
         ):  # it cost the worker of another that failed: no attempt of its own
             group.tries[sample] -= 1
-        if failure.kind in HOPELESS or rule == "drop":
+        is_last_try = group.tries[sample] >= self.settings.max_attempts
+        if failure.kind in HOPELESS:
             self._drop(group.uid, reason)
-        elif rule == "survivors":
+        elif rule == "survivors" or (group.spare and (rule == "drop" or is_last_try)):
             self._give_up(group, [sample], reason)
-        elif group.tries[sample] >= self.settings.max_attempts:
+        elif rule == "drop" or is_last_try:
             self._drop(group.uid, reason)
         # else replace: the sample is missing, and the scheduler starts it again
 
@@ -318,8 +333,7 @@ class Dispatcher:
             return
         for sample in stale:
             if sample in group.members:
-                group.leaving.add(sample)
-                self._cancel_member(group.members.pop(sample), STALE)
+                self._leave(group, sample, STALE)
             else:
                 self._drop_scored(group.remove(sample), STALE)
         # replace: the samples are missing, and the scheduler starts them again
@@ -337,6 +351,11 @@ class Dispatcher:
         if group.is_complete:
             del self._groups[group.uid]
             whole = group.group()
+            if self.redundancy is not None:
+                self.redundancy.keep(whole.trajectories)
+                self.redundancy.drop((), [m.episode for m in group.members.values()])
+            for sample in list(group.members):
+                self._leave(group, sample, REDUNDANT)
             if not self.buffer.put(whole):
                 self.handle(Dropped(whole.uid, "not buffered"))
             elif self.settings.short_group_stale == "replace":
@@ -345,6 +364,9 @@ class Dispatcher:
     def _drop(self, uid: str, reason: str) -> None:
         """Members that run are cancelled, scored ones dropped; each with the reason."""
         group = self._groups.pop(uid)
+        if reason == REDUNDANT and self.redundancy is not None:
+            live = [member.episode for member in group.members.values()]
+            self.redundancy.drop([s.trajectory for s in group.scored.values()], live)
         for member in group.members.values():
             self._cancel_member(member, reason)
         for scored in group.scored.values():
@@ -362,6 +384,11 @@ class Dispatcher:
         self._cancel_member(group.members.pop(int(sample)), reason)
         self._give_up(group, [int(sample)], reason)
 
+    def _leave(self, group: LiveGroup, sample: int, reason: str) -> None:
+        """A live member is cancelled, and may be started again once it has ended."""
+        group.leaving.add(sample)
+        self._cancel_member(group.members.pop(sample), reason)
+
     def _cancel_member(self, member: Member, reason: str) -> None:
         self.player.cancel(member.episode, reason)
         member.runner.cancel()
@@ -370,6 +397,8 @@ class Dispatcher:
         if member.slot is not None:
             slot, member.slot = member.slot, None
             self.slots.release(slot)
+            if self._barrier is not None:
+                self._barrier.leave(member.episode.session)
 
     def _note_idle(self) -> None:
         """Count the time in which batches were wanted and nothing ran, or slots were free."""

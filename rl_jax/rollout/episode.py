@@ -9,8 +9,9 @@ earlier turns, say), the next turn begins a new context, with the tokens of what
 the same trajectory, which is trained apart from what was seen before. All of them together fit one row of the learner.
 Life of an episode:
 1. The environment is opened and reset; the first context is rendered.
-2. A turn is asked for with the whole context. A retryable TurnError is retried once. A turn that comes back aborted is
-   resumed: what it sampled stays, and counts against the turn's budget.
+2. A turn is asked for with the whole context; where there is a barrier, when the other episodes are that far, too. A
+   retryable TurnError is retried once. A turn that comes back aborted is resumed: what it sampled stays, and counts
+   against the turn's budget.
 3. The sampled text and its tool calls go to the environment; its answer is rendered onto the context. Back to 2. A
    call that cannot be read or made never reaches the environment: the policy is told why by a message of the tool, and
    the turn counts, with a reward of 0.
@@ -33,6 +34,7 @@ import numpy as np
 from rl_jax.clock import now_s
 from rl_jax.ledger import EpisodeRef
 from rl_jax.rollout.assembly import ClosedEpisode, assemble, check_turn, merge_turns
+from rl_jax.rollout.turn_barrier import TurnBarrier
 from rl_jax.rollout.worker import EnvError, EnvHandle
 from rl_jax.settings import RolloutSettings
 from rl_jax.tokens import Renderer
@@ -120,8 +122,16 @@ class Episode:
     """The live state of one attempt; `close` turns it into a record."""
 
     def __init__(
-        self, ref: EpisodeRef, task: Task, run_seed: int, rules: EpisodeRules, place: str = ""
+        self,
+        ref: EpisodeRef,
+        task: Task,
+        run_seed: int,
+        rules: EpisodeRules,
+        place: str = "",
+        barrier: TurnBarrier | None = None,
     ):
+        """barrier: what it waits at before each turn, under its session; whoever gave it has joined it."""
+        self.barrier = barrier
         self.ref, self.task, self.run_seed, self.rules = ref, task, run_seed, rules
         self.place = place  # where it holds a slot, for its requests
         self.turns: list[Turn] = []
@@ -327,6 +337,9 @@ async def _play(
         episode.extend(added)
         episode.state_keys.append(seen.state_key or _state_key(seen.messages))
         episode.roles.append(seen.to_agent)
+        if episode.barrier is not None:
+            episode.enter("waiting for the others' turns")
+            await episode.barrier.wait(episode.session)
         turn = await _turn(episode, tools, added)
         episode.turns.append(turn)
         episode.num_tokens += len(turn.tokens)

@@ -1,8 +1,8 @@
 """A group in flight: which of its members run, are scored, failed or were given up. Loop-thread only.
 
 Invariants: a sample is at most once in `members` (its live attempt), `leaving` (that was cancelled and has not ended:
-no other attempt begins before) or `scored`; `want` is the group's size less what was given up. Must not: start or
-cancel anything.
+no other attempt begins before) or `scored`; `want`, how many scored members complete it, is its size, or less where
+more was given up than there are extra members. Must not: start or cancel anything.
 """
 
 import asyncio
@@ -38,10 +38,11 @@ class Scored:
 class LiveGroup:
     uid: str
     issued: Any  # tasks.IssuedTask: task, epoch, index
-    size: int
+    size: int  # members that are trained
     issued_s: float
     share: str  # its tag, or curriculum.ANY: what it counts as in a batch
     age_of: str  # rollout.age_of
+    extra: int = 0  # members beyond them that may run: rollout.extra_members
     members: dict[int, Member] = field(default_factory=dict)  # by sample
     scored: dict[int, Scored] = field(default_factory=dict)  # by sample
     tries: Counter[int] = field(default_factory=Counter)  # attempts started here, by sample
@@ -51,7 +52,16 @@ class LiveGroup:
 
     @property
     def want(self) -> int:
-        return self.size - len(self.given_up)
+        return min(self.size, self._playable)
+
+    @property
+    def spare(self) -> int:
+        """Members that it can lose and still be whole."""
+        return self._playable - self.want
+
+    @property
+    def _playable(self) -> int:
+        return self.size + self.extra - len(self.given_up)
 
     @property
     def is_complete(self) -> bool:
@@ -60,7 +70,7 @@ class LiveGroup:
     def missing(self) -> list[int]:
         """Samples that must be started (again)."""
         taken = self.members.keys() | self.scored.keys() | self.given_up | self.leaving
-        return [sample for sample in range(self.size) if sample not in taken]
+        return [sample for sample in range(self.size + self.extra) if sample not in taken]
 
     def add(self, trajectory: Trajectory) -> None:
         """A member was scored."""
@@ -114,6 +124,7 @@ class LiveGroup:
             ),
             oldest_version=self.oldest_version(now),
             issued_s=self.issued_s,
+            extra=self.spare,
         )
 
     def group(self) -> Group:

@@ -25,7 +25,9 @@ from rl_jax.ledger import EpisodeFacts, EpisodeRef, Ledger
 from rl_jax.rollout.assembly import ClosedEpisode, assemble
 from rl_jax.rollout.episode import Episode, EpisodeRules, EpisodeTools, run_episode
 from rl_jax.rollout.reward_service import RewardService
+from rl_jax.rollout.scheduler import REDUNDANT
 from rl_jax.rollout.traces import trajectory_sha256
+from rl_jax.rollout.turn_barrier import TurnBarrier
 from rl_jax.types import Failure, Outcome, Reward, Task, Trajectory
 
 LOG = logging.getLogger(__name__)
@@ -60,14 +62,21 @@ class Player:
         self._in_a_row: Counter[str] = Counter()  # by reason
         self._row_began_s = 0.0  # monotonic, when its first failure was counted
 
-    def issue(self, ref: EpisodeRef, task: Task, rules: EpisodeRules, place: str) -> Episode:
-        """Write ISSUED; the episode, which holds a slot in `place`, does not run yet."""
+    def issue(
+        self,
+        ref: EpisodeRef,
+        task: Task,
+        rules: EpisodeRules,
+        place: str,
+        barrier: TurnBarrier | None = None,
+    ) -> Episode:
+        """Write ISSUED; the episode, which holds a slot in `place`, does not run yet. barrier: as Episode's."""
         start = EpisodeFacts(start_version=self.tools.sampler.version())
         self.ledger.write(ref, "ISSUED", facts=start)
         self.counts["episodes/issued"] += 1
         if ref.attempt:
             self.counts["episodes/retried"] += 1
-        return Episode(ref, task, self.run_seed, rules, place)
+        return Episode(ref, task, self.run_seed, rules, place, barrier)
 
     async def play_turns(self, episode: Episode) -> None:
         """Run it until its outcome is set; when this returns its environment and its slot are free."""
@@ -103,6 +112,8 @@ class Player:
         episode.end(Outcome.CANCELLED)
         self.ledger.write(episode.ref, "CANCELLED", reason=reason, facts=_facts(episode))
         self.counts["episodes/cancelled"] += 1
+        if reason == REDUNDANT:
+            self.counts["episodes/cancelled_redundant"] += 1
 
     def _write_closed(self, trajectory: Trajectory) -> None:
         state = "COMPLETED" if trajectory.outcome is Outcome.OK else "TRUNCATED"

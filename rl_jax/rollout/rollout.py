@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_jax.ledger import Ledger
+from rl_jax.metrics import Metric
 from rl_jax.rollout.blocking import within
 from rl_jax.rollout.buffer import Interrupted, SampleBuffer
 from rl_jax.rollout.curriculum import ANY
@@ -256,6 +257,11 @@ class Rollout:
         counts["time/wait_for_policy_s"] = self._dispatcher.wait_for_policy_s
         counts["time/slots_idle_s"] = self._dispatcher.slots_idle_s
         return counts
+
+    def redundancy_metrics(self) -> dict[str, Metric]:
+        """Of what was and was not kept since this was asked before; {} where nothing is redundant."""
+        redundancy = self._dispatcher.redundancy
+        return {} if redundancy is None else redundancy.metrics()
 
     def status(self) -> str:
         """What is waited for, in one line; any thread."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from rl_jax.algorithms.contract import ContractError, check_select
 from rl_jax.metrics import Metric, pass_rates
+from rl_jax.rollout.scheduler import REDUNDANT
 from rl_jax.types import Group
 
 Select = Callable[[Sequence[Group]], tuple[list[Group], list[tuple[str, str]]]]
@@ -96,7 +97,7 @@ def selected(group: Group, select: Select | None) -> tuple[Group | None, dict[st
 
 def dropped_counts(drops: Mapping[str, int]) -> dict[str, float]:
     """Metrics of dropped episodes by reason; of those that were filtered also by the algorithm's own reason."""
-    out = {f"episodes/dropped_{kind}": 0.0 for kind in ("stale", FILTERED, "short")}
+    out = {f"episodes/dropped_{kind}": 0.0 for kind in ("stale", FILTERED, "short", REDUNDANT)}
     for reason, num in drops.items():
         kind, _, detail = reason.partition(": ")
         if (name := f"episodes/dropped_{kind}") in out:

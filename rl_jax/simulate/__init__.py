@@ -20,7 +20,7 @@ The parts, and the seams between them:
 - workload.py and rollout.py: episodes of drawn lengths, and rollout's parts wired as rollout.Rollout wires them,
   without its thread.
 A policy is compared with another by running the same seeded workload twice: clock.run(main()), where main() makes
-Servers and a SimulatedRollout(policy=...), plays, and returns what it saw; affinity.py does so.
+Servers and a SimulatedRollout(policy=...), plays, and returns what it saw; affinity.py and latency.py do so.
 
 What a simulation can't show: host work (it costs nothing here), threads that disturb each other, and a caller that
 would block (only a commit is served for one, at once).

@@ -56,6 +56,7 @@ class SimulatedRollout:
         loop, tags = asyncio.get_running_loop(), tuple(shape.tag for shape in shapes)
         settings = replace(settings, episode_timeout_s=DEADLINE_S)
         self.settings, self.counts = settings, Counter()
+        self.live_at_take: list[int] = []  # episodes with a slot when a batch was taken
         self._error: BaseException | None = None
         self.ledger = Ledger(directory / "ledger.jsonl", RUN_ID)
         self.buffer = SampleBuffer(settings, self.ledger, tags, clock=loop.time)
@@ -109,6 +110,7 @@ class SimulatedRollout:
         self.dispatcher.want(step, self.settings.batch_groups, last_step)
         groups = await self._take(step)
         at_s = asyncio.get_running_loop().time()
+        self.live_at_take.append(self.dispatcher.slots.num_live)
         await asyncio.sleep(train_s(groups))
         self.buffer.consumed(step, groups)
         commit(step)

@@ -63,8 +63,19 @@ class Lognormal:
 
 
 @dataclass(frozen=True)
+class Gaussian:
+    """At least 0: what is drawn below counts as 0."""
+
+    mean: float
+    sigma: float
+
+    def __call__(self, rng: np.random.Generator) -> float:
+        return max(0.0, self.mean + self.sigma * float(rng.standard_normal()))
+
+
+@dataclass(frozen=True)
 class TaskShape:
-    """Lengths are in tokens, and at least 1."""
+    """Lengths are in tokens, and at least 1. A step of an episode's environment takes step_s * group_pace * pace."""
 
     tag: str
     turns: Draw
@@ -73,6 +84,9 @@ class TaskShape:
     observation: Draw = Constant(1)
     reset_s: Draw = Constant(0.0)
     step_s: Draw = Constant(0.0)
+    pace: Draw = Constant(1.0)  # of each episode, once
+    group_pace: Draw = Constant(1.0)  # of each group, once
+    reward: Draw = Constant(0.0)  # at the end of an episode
     # False: no turn's context begins as the one before did, so servers find nothing of it again (a chat template that
     # rewrites what was said, or servers without a prefix cache)
     keeps_history: bool = True
@@ -103,12 +117,17 @@ class ScriptedPool:
         self._shapes, self._seed = {shape.tag: shape for shape in shapes}, seed
 
     async def open(self, task: Task, uid: str, seed: int) -> "ScriptedEnv":
-        return ScriptedEnv(self._shapes[task.tag], rng_of(self._seed, "env", uid), seed)
+        shape = self._shapes[task.tag]
+        pace = shape.pace(rng_of(self._seed, "pace", uid))
+        pace *= shape.group_pace(rng_of(self._seed, "group pace", uid.rpartition("/")[0]))
+        return ScriptedEnv(shape, rng_of(self._seed, "env", uid), seed, pace)
 
 
 class ScriptedEnv:
-    def __init__(self, shape: TaskShape, rng: np.random.Generator, group_seed: int):
-        self._shape, self._rng, self._group_seed = shape, rng, group_seed
+    def __init__(
+        self, shape: TaskShape, rng: np.random.Generator, group_seed: int, pace: float = 1.0
+    ):
+        self._shape, self._rng, self._group_seed, self._pace = shape, rng, group_seed, pace
         self._left = max(1, int(shape.turns(rng)))
 
     async def reset(self) -> StepResult:
@@ -117,10 +136,11 @@ class ScriptedEnv:
         return StepResult((self._says(self._shape.prompt(rng), rng),))
 
     async def step(self, action: Action) -> StepResult:
-        await asyncio.sleep(self._shape.step_s(self._rng))
+        await asyncio.sleep(self._pace * self._shape.step_s(self._rng))
         self._left -= 1
         said = self._says(self._shape.observation(self._rng), self._rng)
-        return StepResult((said,), reward=0.0, done=self._left == 0)
+        reward = self._shape.reward(self._rng) if self._left == 0 else 0.0
+        return StepResult((said,), reward=reward, done=self._left == 0)
 
     async def close(self) -> None:
         pass

@@ -1,11 +1,13 @@
-"""The trajectory scheduler under random interleavings of everything that can happen, with a simulated driver."""
+"""The schedulers under random interleavings of everything that can happen, with a simulated driver."""
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
 
-from rl_jax.rollout.scheduler import SCHEDULERS, SchedulerConfig
+from rl_jax.rollout.scheduler import REDUNDANT, SCHEDULERS, SchedulerConfig
+from rl_jax.rollout.scheduler.batch import BatchScheduler
 from rl_jax.rollout.scheduler.trajectory import TrajectoryScheduler
 from rl_jax.types import Drop, GroupView, NeedBatch, Published, Start, Tick, View
 
@@ -16,6 +18,7 @@ class SimGroup:
     tag: str
     size: int
     issued_s: float
+    seq: int  # in the order of issue
     running: list = field(
         default_factory=list
     )  # version of the oldest token of each live member; None = none yet
@@ -26,18 +29,29 @@ class SimGroup:
 
 
 class Simulation:
-    """A rollout and a driver as plain counters. Fails where an invariant of the scheduler breaks."""
+    """A rollout and a driver as plain counters. Fails where an invariant of the scheduler breaks.
 
-    def __init__(self, seed, max_staleness, tags, need, size, slots, places=None):
+    extra: (groups, members) beyond those that are needed; failures: of members and groups, at random; skips: how often
+    a version is published that nobody trained for.
+    """
+
+    def __init__(
+        self, seed, max_staleness, tags, need, size, slots, places=None, *,
+        policy=TrajectoryScheduler, extra=(0, 0), failures=True, skips=0.0,
+    ):  # fmt: skip
         self.rng = random.Random(seed)
+        self.extra_groups, self.extra_members = extra
+        self.failures, self.skips = failures, skips
         self.places = places or {tag: (tag if tag in slots else "",) for tag in tags}
         self.k, self.tags, self.need, self.size, self.slots = max_staleness, tags, need, size, slots
-        self.policy = TrajectoryScheduler()
-        self.state = self.policy.init(SchedulerConfig(tags, size, max_staleness))
+        self.policy = policy()
+        self.state = self.policy.init(SchedulerConfig(tags, size, max_staleness, *extra))
         self.version, self.step, self.clock = 0, 0, 0.0
         self.flying, self.buffered, self.taken = [], [], []
-        self.num_issued = self.num_consumed = self.num_dropped = 0
+        self.num_issued = self.num_dropped = 0
+        self.ends = Counter()  # of groups
         self.issued_by_tag = dict.fromkeys(tags, 0)
+        self.is_batched = policy is BatchScheduler and not any(extra)
 
     def free(self):
         """What Slots would say: each tag's live members fill its places in order, then any."""
@@ -58,7 +72,7 @@ class Simulation:
         groups = tuple(
             GroupView(
                 g.uid, "", g.tag, g.size, len(g.running) + len(g.scored), len(g.scored), (),
-                g.oldest(self.version), g.issued_s,
+                g.oldest(self.version), g.issued_s, extra=self.extra_members,
             )
             for g in self.flying
         )  # fmt: skip
@@ -72,28 +86,39 @@ class Simulation:
 
     def decide(self, event):
         self.clock += 1.0
+        share = self.need // len(self.tags)
+        held = {t: sum(g.tag == t for g in self.buffered + self.taken) for t in self.tags}
         self.state, actions = self.policy.decide(self.state, self.view(), event)
         for action in actions:
             if isinstance(action, Drop):
                 group = next(g for g in self.flying if g.uid == action.group)
-                assert self.version - group.oldest(self.version) > self.k
+                if action.reason == REDUNDANT:
+                    assert self.extra_groups and held[group.tag] and held[group.tag] % share == 0
+                else:
+                    assert self.version - group.oldest(self.version) > self.k
                 self.flying.remove(group)
                 self.num_dropped += 1
+                self.ends[action.reason] += 1
             elif isinstance(action, Start):
                 assert action.members > 0
                 if action.group is None:
-                    group = SimGroup(self.num_issued, action.tag, self.size, self.clock)
+                    seq = self.num_issued
+                    group = SimGroup(seq, action.tag, self.size, self.clock, seq)
+                    if self.is_batched and not self.num_dropped:
+                        assert all(g.seq // self.need == seq // self.need for g in self.flying)
                     self.flying.append(group)
                     self.num_issued += 1
                     self.issued_by_tag[action.tag] += 1
                 else:
                     group = next(g for g in self.flying if g.uid == action.group)
                 group.running += [None] * action.members
-                assert len(group.running) + len(group.scored) <= group.size
-        assert min(self.free().values()) >= 0
+                assert len(group.running) + len(group.scored) <= group.size + self.extra_members
+        extra = self.extra_groups // len(self.tags)
         for tag in self.tags:
-            outstanding = sum(g.tag == tag for g in self.flying + self.buffered + self.taken)
-            assert outstanding <= (1 + self.k) * self.need // len(self.tags)
+            outstanding = held[tag] + sum(g.tag == tag for g in self.flying)
+            assert outstanding <= (1 + self.k) * share + extra
+            assert held[tag] <= (1 + self.k) * share
+        assert len(self.buffered) + len(self.taken) <= (1 + self.k) * self.need
         assert not any(self.version - g.oldest(self.version) > self.k for g in self.flying)
         if self.k == 0 and self.taken:
             assert not any(g.running for g in self.flying)
@@ -106,7 +131,7 @@ class Simulation:
         i = self.rng.randrange(len(group.running))
         if group.running[i] is None:
             group.running[i] = self.version
-        elif self.rng.random() < 0.85:
+        elif not self.failures or self.rng.random() < 0.85:
             group.scored.append(group.running.pop(i))
             if len(group.scored) == group.size:
                 self.flying.remove(group)
@@ -141,8 +166,8 @@ class Simulation:
         self.decide(Tick())
 
     def publish(self):
-        self.version += 1
-        self.num_consumed += len(self.taken)
+        self.version += 1 + (self.rng.random() < self.skips)
+        self.ends["consumed"] += len(self.taken)
         self.taken = []
         stale = [g for g in self.buffered if self.version - g.oldest(self.version) > self.k]
         self.buffered = [g for g in self.buffered if g not in stale]
@@ -155,12 +180,12 @@ class Simulation:
         self.step = 1
         self.decide(NeedBatch(1))
         for _ in range(200_000):
-            if self.version == num_steps:
+            if self.version >= num_steps:
                 return
             choices = []
             if any(g.running for g in self.flying):
                 choices += [self.sample] * 20
-            if self.flying and self.rng.random() < 0.05:
+            if self.failures and self.flying and self.rng.random() < 0.05:
                 choices.append(self.drop)
             if self.taken:
                 choices += [self.publish] * 2
@@ -169,7 +194,7 @@ class Simulation:
             assert choices, "starved: nothing runs, nothing can be taken"
             self.rng.choice(choices)()
             alive = len(self.flying) + len(self.buffered) + len(self.taken)
-            assert self.num_issued == self.num_consumed + self.num_dropped + alive
+            assert self.num_issued == self.ends["consumed"] + self.num_dropped + alive
         raise AssertionError("no progress in 200,000 events")
 
 
@@ -194,6 +219,27 @@ def test_bound_accounting_and_progress_under_random_interleavings(seed):
     sim.run(num_steps=4)
     per_tag = sorted(sim.issued_by_tag.values())
     assert per_tag[0] >= 4 * sim.need // len(tags)  # every tag got its share of every batch
+
+
+@pytest.mark.slow(seconds=6)
+@pytest.mark.parametrize("policy", [TrajectoryScheduler, BatchScheduler])
+def test_10_000_short_schedules(policy):
+    """The staleness bound and the buffer's, for every policy: Simulation asserts at every event. Half of them with
+    redundancy."""
+    ends = Counter()
+    for seed in range(10_000):
+        rng = random.Random(seed)
+        tags = ("a", "b")[: rng.choice([1, 1, 2])]
+        extra = (len(tags) * rng.choice([1, 2]), rng.choice([0, 1])) if seed % 2 else (0, 0)
+        staleness, need = rng.choice([0, 1, 1, 2]), len(tags) * rng.choice([1, 1, 2])
+        sim = Simulation(
+            seed, staleness, tags, need, rng.choice([1, 1, 2]), {"": rng.choice([1, 2, 4, 12])},
+            policy=policy, extra=extra, failures=rng.random() < 0.5,
+            skips=0.0 if any(extra) else 0.3,
+        )  # fmt: skip
+        sim.run(num_steps=2)
+        ends.update(sim.ends)
+    assert min(ends[end] for end in ("stale", REDUNDANT, "consumed")) > 100, ends
 
 
 def view(**changes):
@@ -292,6 +338,6 @@ def test_tag_whose_places_are_full_starts_elsewhere_what_nobody_who_prefers_it_w
     ]
 
 
-def test_table_names_what_exists():
-    module, _, name = SCHEDULERS["trajectory"].partition(":")
-    assert (module, name) == (TrajectoryScheduler.__module__, TrajectoryScheduler.__name__)
+@pytest.mark.parametrize("policy", [TrajectoryScheduler, BatchScheduler])
+def test_table_names_what_exists(policy):
+    assert f"{policy.__module__}:{policy.__name__}" in SCHEDULERS.values()

@@ -8,16 +8,20 @@ from dataclasses import dataclass
 
 # name -> "module:attribute" of a class without constructor arguments that implements types.SchedulerPolicy.
 SCHEDULERS: dict[str, str] = {
-    "trajectory": "rl_jax.rollout.scheduler.trajectory:TrajectoryScheduler"
+    "trajectory": "rl_jax.rollout.scheduler.trajectory:TrajectoryScheduler",
+    "batch": "rl_jax.rollout.scheduler.batch:BatchScheduler",
 }
+REDUNDANT = "redundant"  # why what runs beyond the quota goes once the quota is met
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`cfg` of SchedulerPolicy.init."""
+    """`cfg` of SchedulerPolicy.init; JSON by construction."""
 
     tags: tuple[
         str, ...
     ]  # of the task sources, in config order; a batch holds equal groups of each
     group_size: int  # episodes of one group
     max_staleness: int  # versions; View.bound is what of it holds now
+    extra_groups: int = 0  # that may run beyond those that are needed
+    extra_members: int = 0  # of each group, likewise
