@@ -186,6 +186,8 @@ class RolloutSettings:
     scheduler: str = "trajectory"
     # when an episode's next turn begins. trajectory: at once | batch: when all live episodes have ended theirs
     env_stepping: str = "trajectory"
+    # an episode in flight when weights are published goes on under the newer ones; False: it begins anew
+    partial_rollouts: bool = True
     # redundancy: so many groups, and members of each group, run beyond those that are needed; the first to finish are
     # kept, and the rest is cancelled when the quota is met
     extra_groups: int = 0  # of all tags together

@@ -18,6 +18,7 @@ further attempt can mend (HOPELESS) drops the group at once; the scheduler then 
 A member older than max_staleness goes by rollout.short_group_stale, with the same three words, scored or not, and also
 where its group is complete and waits in the buffer: `replace` takes the group back from there. With `drop` the policy
 and the buffer look for such groups; else they are shed here, before the policy sees them.
+Without rollout.partial_rollouts, members in flight are cancelled when weights are published, and played again.
 Must not: block, decide when anything starts, or know how an episode is played.
 """
 
@@ -59,6 +60,7 @@ from rl_jax.types import (
 )
 
 STALE = "stale"
+NEW_WEIGHTS = "new_weights"
 HOPELESS = ("prompt_over_context", "done_at_reset")
 
 
@@ -154,6 +156,8 @@ class Dispatcher:
         self._complete_ones = {u: group for u, group in self._complete_ones.items() if u in held}
         for group in self.buffer.sweep(version):
             self.handle(Dropped(group.uid, STALE))
+        if not self.settings.partial_rollouts:
+            self._begin_anew()
         self.handle(event)
 
     def view(self) -> View:
@@ -339,6 +343,16 @@ class Dispatcher:
         # replace: the samples are missing, and the scheduler starts them again
         if stale and not is_replaced:
             self._give_up(group, stale, STALE)
+
+    def _begin_anew(self) -> None:
+        """Members that have begun under older weights are played again as their next attempt, which counts as no try;
+        those whose turns are over stay."""
+        for group in self._groups.values():
+            for sample, member in list(group.members.items()):
+                oldest = member.episode.oldest_version
+                if member.slot is not None and oldest is not None and oldest < self.version:
+                    group.tries[sample] -= 1
+                    self._leave(group, sample, NEW_WEIGHTS)
 
     def _give_up(self, group: LiveGroup, samples: Iterable[int], reason: str) -> None:
         group.given_up.update(samples)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from rl_jax.rollout.scheduler.batch import BatchScheduler
 from rl_jax.rollout.scheduler.trajectory import TrajectoryScheduler
 from rl_jax.settings import RolloutSettings
 from rl_jax.simulate import clock
-from rl_jax.simulate.rollout import SimulatedRollout
+from rl_jax.simulate.rollout import LOOK_S, SimulatedRollout
 from rl_jax.simulate.workload import Constant, Gaussian, Lognormal, TaskShape, Uniform
 from rl_jax.types import FinishReason, Turn, TurnRequest, VersionSpan
 
@@ -35,9 +36,9 @@ TRAJECTORIES = RolloutSettings(
     batch_groups=16, group_size=8, max_staleness=0, max_new_tokens=1024, envs_per_worker=4096
 )
 BATCHED = {"scheduler": "batch", "env_stepping": "batch"}
-# Ten turns of 10 s and nothing else, so that an episode's time is lognormal as a whole.
+# Four turns of 25 s and nothing else, so that an episode's time is lognormal as a whole.
 PACED = TaskShape(
-    "paced", Constant(10), Constant(8), Constant(TURN_TOKENS), step_s=Constant(10.0),
+    "paced", Constant(4), Constant(8), Constant(TURN_TOKENS), step_s=Constant(25.0),
     pace=Lognormal(1.0, 0.15), group_pace=Lognormal(1.0, 0.30), reward=Uniform(0, 1),
 )  # fmt: skip
 NEEDED = RolloutSettings(
@@ -101,11 +102,47 @@ class TimedSampler:
 class Played:
     """What num_steps batches took. sizes: of their groups; live: episodes that ran when the last batch was taken."""
 
-    step_s: tuple[float, ...]  # of virtual time, from one batch taken to the next
+    step_s: tuple[float, ...]  # from one batch taken to the next, training between them included
     sizes: Counter[int]
     live: int
     ledger: Counter[str]  # episodes by state
     redundant: dict[str, Metric]
+
+
+async def played(
+    sampler: Any,
+    shape: TaskShape,
+    settings: RolloutSettings,
+    *,
+    num_steps: int,
+    seed: int,
+    train_s: float = 0.0,
+    look_s: float = LOOK_S,
+) -> Played:
+    """num_steps batches under settings.scheduler on the running loop, whose time may be real; each is trained for
+    train_s. sampler: a types.Sampler with commit(version)."""
+    with tempfile.TemporaryDirectory() as folder:
+        rollout = SimulatedRollout(
+            sampler,
+            (shape,),
+            settings,
+            Path(folder),
+            context=CONTEXT,
+            seed=seed,
+            policy=POLICIES[settings.scheduler](),
+        )
+        rollout.look_s = look_s
+        taken = await rollout.steps(num_steps, train_s, commit=sampler.commit)
+        await rollout.close()
+    at_s = [0.0, *(seconds for seconds, _ in taken)]
+    redundancy = rollout.dispatcher.redundancy
+    return Played(
+        tuple(b - a for a, b in zip(at_s, at_s[1:])),
+        Counter(len(group.trajectories) for _, groups in taken for group in groups),
+        rollout.live_at_take[-1],
+        Counter(rollout.ledger.counts()),
+        {} if redundancy is None else redundancy.metrics(),
+    )
 
 
 def play(
@@ -117,30 +154,8 @@ def play(
     turn_s: float = TURN_S,
     train_s: float = 0.0,
 ) -> Played:
-    """num_steps batches under settings.scheduler, on a clock of their own; each is trained for train_s."""
-
-    async def main() -> Played:
-        sampler = TimedSampler(turn_s)
-        with tempfile.TemporaryDirectory() as folder:
-            rollout = SimulatedRollout(
-                sampler,
-                (shape,),
-                settings,
-                Path(folder),
-                context=CONTEXT,
-                seed=seed,
-                policy=POLICIES[settings.scheduler](),
-            )
-            taken = await rollout.steps(num_steps, train_s, commit=sampler.commit)
-            await rollout.close()
-        at_s = [0.0, *(seconds for seconds, _ in taken)]
-        redundancy = rollout.dispatcher.redundancy
-        return Played(
-            tuple(b - a for a, b in zip(at_s, at_s[1:])),
-            Counter(len(group.trajectories) for _, groups in taken for group in groups),
-            rollout.live_at_take[-1],
-            Counter(rollout.ledger.counts()),
-            {} if redundancy is None else redundancy.metrics(),
-        )
-
-    return clock.run(main())
+    """played() on a virtual clock of its own; turn_s: of generation."""
+    sampler = TimedSampler(turn_s)
+    return clock.run(
+        played(sampler, shape, settings, num_steps=num_steps, seed=seed, train_s=train_s)
+    )

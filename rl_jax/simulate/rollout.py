@@ -39,7 +39,7 @@ DEADLINE_S = 1e6  # of a turn and an episode: a simulation asks how long things 
 
 
 class SimulatedRollout:
-    """Made and used inside a simulation (clock.run). `directory`: for the ledger."""
+    """Made and used on the loop of a simulation (clock.run), or on a real one. `directory`: for the ledger."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class SimulatedRollout:
         loop, tags = asyncio.get_running_loop(), tuple(shape.tag for shape in shapes)
         settings = replace(settings, episode_timeout_s=DEADLINE_S)
         self.settings, self.counts = settings, Counter()
+        self.look_s = LOOK_S
         self.live_at_take: list[int] = []  # episodes with a slot when a batch was taken
         self._error: BaseException | None = None
         self.ledger = Ledger(directory / "ledger.jsonl", RUN_ID)
@@ -140,7 +141,7 @@ class SimulatedRollout:
             taken = Counter(self.buffer.held())
             if all(taken[tag] >= share for tag in self.buffer.tags):
                 return self.buffer.take(step, timeout_s=0.0)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self.look_s)
 
     async def _tick(self) -> None:
         while True:
