@@ -16,11 +16,11 @@ from rl_jax.testing.fake_pool import FakePool
 from tests.rollout.doubles import SETTINGS, World, echo_tasks, running
 
 REDUNDANCY = replace(SETTINGS, extra_groups=2, extra_members=1)  # 4 groups of 3 for 2 of 2
-SLOW_S = 0.03
+SLOW_S = 0.1
 FOREVER_S = 30.0
 
 
-def slow_pool(is_slow, slow_s=SLOW_S, **kwargs):
+def slow_pool(is_slow, slow_s, **kwargs):
     """Environments whose step takes slow_s for the uids that are slow, or hardly any time."""
 
     def latency(verb, uid):
@@ -47,8 +47,15 @@ def by_state(records):
 
 @pytest.mark.parametrize("policy", [TrajectoryScheduler, BatchScheduler])
 def test_the_first_to_finish_are_kept_and_the_rest_is_cancelled_at_once(tmp_path, policy):
-    # Member 0 of every group and all of group 1 would take 30 s: a step that waited for one would time out.
-    pool = slow_pool(lambda uid: sample_of(uid) == 0 or index_of(uid) == 1, FOREVER_S)
+    # Member 0 of every group, all of group 1 and member 2 of group 3 would take 30 s: a step that waited for one would
+    # time out. Member 1 of group 3 is done before groups 0 and 2 are.
+    def latency(verb, uid):
+        group, sample = index_of(uid), sample_of(uid)
+        if verb != "step" or (group, sample) == (3, 1):
+            return 0.0
+        return FOREVER_S if sample == 0 or group in (1, 3) else SLOW_S
+
+    pool = FakePool({"echo": EchoEnv}, latency=latency)
     with running(tmp_path, settings=REDUNDANCY, pool=pool, policy=policy()) as world:
         world.publish(0)
         world.rollout.want(1, 2)
@@ -60,13 +67,13 @@ def test_the_first_to_finish_are_kept_and_the_rest_is_cancelled_at_once(tmp_path
         figures = world.rollout.redundancy_metrics()
         counts = world.rollout.counts()
         records = world.records()
-    assert len(groups) == 2 and not {1} & {g.index for g in groups}
+    assert {g.index for g in groups} == {0, 2}
     kept = {t.uid for g in groups for t in g.trajectories}
     assert [sorted(map(sample_of, (t.uid for t in g.trajectories))) for g in groups] == [[1, 2]] * 2
     ends = by_state(records)
     assert ends["TRAINED"] == kept
     assert len(kept | ends["CANCELLED"] | ends["DROPPED"]) == 12
-    assert {f"r/0/1/{i}" for i in range(3)} <= ends["CANCELLED"]
+    assert ends["DROPPED"] == {"r/0/3/1"}
     assert counts["episodes/cancelled_redundant"] == len(ends["CANCELLED"])
     assert counts["episodes/dropped_redundant"] == len(ends["DROPPED"])
     num_gone = len(ends["CANCELLED"] | ends["DROPPED"])
@@ -78,6 +85,7 @@ def test_the_first_to_finish_are_kept_and_the_rest_is_cancelled_at_once(tmp_path
     assert figures["redundant/length_kept"].sum >= sum(kept_lengths)
     assert figures["redundant/length_dropped"].mean < figures["redundant/length_kept"].mean
     assert figures["redundant/reward_kept"].mean == 2.0
+    assert figures["redundant/reward_dropped"].sum == 2.0
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
