@@ -1,14 +1,15 @@
 """validate.py: every setting has a rule, policies that need more than one value say so, and the packages come from one
 checkout."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rl_jax import schema
 from rl_jax.config import ConfigError, parse
-from rl_jax.settings import MeshSettings, PoolSettings, Settings
-from rl_jax.validate import CHOICES, INTERVALS, NAMES, _affinity_errors, foreign_packages
+from rl_jax.settings import MeshSettings, PoolSettings, Settings, TaskSettings, TaskSource
+from rl_jax.validate import CHOICES, INTERVALS, NAMES, _affinity_errors, check, foreign_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,6 +83,25 @@ def test_pools_that_declare_tags_are_refused_where_they_are_assigned():
     assert error.startswith(
         "serve.affinity=auto assigns tags itself, but mesh mixed declares some for H800"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"extra_groups": 3}, "rollout.extra_groups=3 does not divide into 2 tags"),
+        ({"extra_groups": -2}, "rollout.extra_groups=-2 must be at least 0"),
+        ({"extra_members": -1}, "rollout.extra_members=-1 must be at least 0"),
+        ({"env_stepping": "turn"}, "env_stepping=turn is not one of trajectory, batch"),
+        ({"extra_groups": 2, "extra_members": 3, "env_stepping": "batch"}, None),
+    ],
+)
+def test_what_runs_beyond_the_needed_and_when(settings, line):
+    tasks = TaskSettings(sources=(TaskSource(), TaskSource(tag="other")))
+    base = Settings(tasks=tasks)
+    before = check(base)
+    errors = check(replace(base, rollout=replace(base.rollout, **settings)))
+    more = [error for error in errors if error not in before]
+    assert len(more) == (line is not None) and (line is None or line in more[0])
 
 
 def test_foreign_package_of_the_same_name_is_told_with_both_paths(tmp_path, monkeypatch):
