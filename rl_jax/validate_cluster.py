@@ -1,0 +1,93 @@
+"""What may not stand together in `cluster`, and in what other sections say of the processes of a run; without jax.
+
+Must not: know a value alone (validate.py).
+"""
+
+from collections.abc import Iterator
+
+from rl_jax.mesh import MeshPlan
+from rl_jax.settings import Settings
+
+HERE = ("packed", "reshard")  # values of weights.transport, to servers of the driver's process
+ELSEWHERE = ("shared", "store", "channel")  # and to others
+STORING = ("local", "external")  # values of cluster.backend that start stores
+LISTENING = ("external", "ray")  # values of cluster.backend whose processes come over TCP
+
+
+def _transport(s: Settings) -> Iterator[str]:
+    c, transport = s.cluster, s.weights.transport
+    if c.backend == "inproc" and transport in ELSEWHERE:
+        yield (
+            f"weights.transport={transport} is to servers of other processes, and cluster.backend=inproc has none; use"
+            f" auto, {' or '.join(HERE)}"
+        )
+    if c.backend != "inproc" and transport in HERE:
+        yield (
+            f"weights.transport={transport} is to servers of the driver's process, and cluster.backend={c.backend} has"
+            f" none; use auto, {', '.join(ELSEWHERE[:-1])} or {ELSEWHERE[-1]}"
+        )
+    if c.stores and c.backend not in STORING:
+        yield f"cluster.stores={c.stores} is not used by backend {c.backend}; leave it 0"
+    if transport == "store" and not c.stores and c.backend in STORING:
+        yield "weights.transport=store needs a store; set cluster.stores to the number of hosts, or use auto"
+    if transport == "store" and c.backend == "ray":
+        yield "weights.transport=store: cluster.backend=ray starts no stores; use auto"
+    if c.stores and transport in ("shared", "channel"):
+        yield (
+            f"cluster.stores={c.stores} is not used by weights.transport={transport}; leave it 0, or use auto or store"
+        )
+
+
+def cluster_errors(s: Settings) -> Iterator[str]:
+    c = s.cluster
+    if c.address and c.backend != "ray":
+        yield f"cluster.address={c.address} is not used by backend {c.backend}; leave it empty"
+    if c.port and c.backend not in LISTENING:
+        yield f"cluster.port={c.port} is not used by backend {c.backend}, which listens nowhere; leave it 0"
+    if c.host in ("", "0.0.0.0", "::") and c.backend in LISTENING:
+        yield (
+            f"cluster.host={c.host!r} is no address that a process could connect to; give the driver's own one in a"
+            " private network"
+        )
+    yield from _transport(s)
+    if c.learner_processes:
+        yield from _learner_processes(s)
+    elif c.backend == "inproc":
+        return
+    if s.mesh.platform != "cpu":
+        what = f"backend={c.backend}" if c.backend != "inproc" else "learner_processes"
+        yield (
+            f"cluster.{what} gives each process simulated CPU devices of its own, which this mesh does not ask for; use"
+            " mesh.platform=cpu, or cluster.backend=inproc and cluster.learner_processes=0"
+        )
+    if s.serve.pd_balance == "auto" and c.backend != "inproc":
+        yield (
+            "serve.pd_balance=auto moves servers of the driver's process only; use cluster.backend=inproc, or"
+            " serve.pd_balance=fixed"
+        )
+    if s.serve.affinity == "auto":
+        yield (
+            "serve.affinity=auto reads what turns cost on servers of the driver's process only; use cluster.backend="
+            "inproc, or serve.affinity=declared"
+        )
+    if c.lease_s < 3 * c.heartbeat_s:
+        yield (
+            f"cluster.lease_s={c.lease_s:g} is less than three times cluster.heartbeat_s={c.heartbeat_s:g}: a sign of"
+            " life that is a little late would be a death; raise it"
+        )
+
+
+def _learner_processes(s: Settings) -> Iterator[str]:
+    num = s.cluster.learner_processes
+    train = MeshPlan.from_settings(s.mesh, s.model).train
+    if train is not None and len(train.devices) % num:
+        yield (
+            f"cluster.learner_processes={num} does not divide the {len(train.devices)} devices of the train mesh; use"
+            " a divisor, or 0 to train in the driver's process"
+        )
+    for where in ("critic", "reference", "teacher", "reward_model"):
+        if pool := getattr(s, where).pool:
+            yield (
+                f"{where}.pool={pool}: with cluster.learner_processes every model that trains or scores lies on the"
+                " train mesh; leave it empty, or use cluster.learner_processes=0"
+            )
