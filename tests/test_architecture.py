@@ -121,7 +121,8 @@ ONLY_IN = {
 NO_JAX = (
     "rl_jax/__init__.py", "rl_jax/clock.py",
     "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/schema.py", "rl_jax/config.py",
-    "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/validate_cluster.py", "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",
+    "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/validate_cluster.py",
+    "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",
     "rl_jax/run_dir.py", "rl_jax/console.py", "rl_jax/disk.py", "rl_jax/metrics.py", "rl_jax/progress.py",
     "rl_jax/live_view.py",
     "rl_jax/signals.py", "rl_jax/tokens", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
