@@ -144,6 +144,7 @@ class Killer:
         self.counts, self.timers = Counter(), []
         self._rng, self._pool, self._servers = rng, pool, servers
         self._kinds = ["env", "reward", "env", "server", "reward", "env"] * (num // 6 + 1)
+        self._killed, self._lock = set(), threading.Lock()
         self.every = max(1, STEPS // num)
 
     def step(self, step):
@@ -158,9 +159,13 @@ class Killer:
         else:
             workers = self._pool._workers.items()
             living = [w for name, w in workers if name.startswith(kind) and w.is_usable]
-        if living:
-            self.counts[kind] += 1
-            os.kill(self._rng.choice(living).pid, signal.SIGKILL)
+        with self._lock:  # a process that was killed just now may not be known as dead yet
+            pids = {one.pid for one in living} - self._killed
+            if pids:
+                pid = self._rng.choice(sorted(pids))
+                self._killed.add(pid)
+                self.counts[kind] += 1
+                os.kill(pid, signal.SIGKILL)
 
 
 def assert_sampled(engine, trajectory):
