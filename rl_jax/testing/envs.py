@@ -210,9 +210,14 @@ class FlakyEnv(EchoEnv):
 
     @staticmethod
     def _draw(flaky: Mapping[str, Any]) -> float:
-        with open(flaky["draws"], "ab", buffering=0) as file:
-            file.write(b".")
-            return random.Random(f"{flaky['seed']}/{file.tell()}").random()
+        """The next number of one sequence, whichever process asks: a byte of the file is a draw."""
+        draws = os.open(flaky["draws"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            os.write(draws, b".")
+            number = os.lseek(draws, 0, os.SEEK_CUR)
+        finally:
+            os.close(draws)
+        return random.Random(f"{flaky['seed']}/{number}").random()
 
 
 class MisbehavingScorer:

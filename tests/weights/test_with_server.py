@@ -138,20 +138,21 @@ def test_a_sync_holds_one_more_copy_and_few_buckets_and_leaves_every_device_as_i
                 peak[device] = max(peak[device], num)
             return arrays
 
+    largest = max(bucket.num_bytes for bucket in sync.plan.buckets)
     good, sync._transport = sync._transport, Watched(sync.plan)
     try:
         for i in (1, 2):
             assert sync.publish(trained[i], number + i).state == "PUBLISHED"
-            assert not settled() - before  # what other tests left here may go meanwhile
+            # What other tests left in this process may go meanwhile, or be a constant more.
+            assert max((settled() - before).values(), default=0) < largest / 10
     finally:
         sync._transport = good
-    largest = max(bucket.num_bytes for bucket in sync.plan.buckets)
     copy = sync.plan.targets[server.name].num_bytes
     assert 3 * largest < copy  # else a sync that holds everything twice would pass
     (serving,) = (device.id for device in server.mesh.devices.flat)
     more = {device: peak[device] - num for device, num in before.items()}
-    assert copy < more.pop(serving) <= copy + largest
-    assert 0 < max(more.values()) <= largest
+    assert copy < more.pop(serving) <= copy + 1.1 * largest
+    assert 0 < max(more.values()) <= 1.1 * largest
 
 
 def settled() -> Counter[int]:
