@@ -148,7 +148,7 @@ def _forward(plan, hidden, head, targets, num_chunks):
         used = jnp.arange(targets.shape[1]) < num_chunks * plan.chunk
         lse = stats["max"] + jnp.log(stats["sum"])
         entropy = jnp.log(stats["sum"]) - stats["moment"] / stats["sum"]
-        logprobs = stats["target"] - lse
+        logprobs = (stats["target"] - stats["max"]) - jnp.log(stats["sum"])  # never above 0
         return tuple(jnp.where(used, x, 0.0) for x in (logprobs, entropy, lse))
 
     logprobs, entropy, lse = forward(hidden, head, targets, num_chunks)

@@ -50,7 +50,8 @@ def sample(
     """
     logits = logits.astype(jnp.float32)
     greedy = temperature <= 0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    divisor = jnp.where(greedy, 1.0, temperature)
+    scaled = logits / divisor[:, None]
     wants_filter = ((top_k > 0) | (top_p < 1)) & ~greedy
     # Sorting the vocabulary costs more than the rest together: only where some row asks for it.
     filtered = jax.lax.cond(
@@ -58,10 +59,11 @@ def sample(
     )
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(key, token_index, logits.shape[-1])
     tokens = _argmax(jnp.where(greedy[:, None], logits, filtered + noise))
+    allowed = jnp.where(filtered == -jnp.inf, filtered, logits)
     return Sampled(
         tokens=tokens,
-        logprobs=_logprob_of(scaled, tokens),
-        sampled_logprobs=_logprob_of(filtered, tokens),
+        logprobs=_logprob_of(logits, divisor, tokens),
+        sampled_logprobs=_logprob_of(allowed, divisor, tokens),
         nan=~jnp.isfinite(logits).all(axis=-1),
         support=_largest(filtered, support) if support else None,
     )
@@ -96,7 +98,7 @@ def _draw_unfiltered(logits, key, token_index, temperature) -> Sampled:
     x = _in_tiles(logits / jnp.where(greedy, 1.0, temperature)[:, None])
     top, mass, bad = _masses(x)
     tokens, chosen = _draw(x, (top, mass), key, token_index, greedy)
-    logprobs = chosen - jax.nn.logsumexp(mass, axis=1)
+    logprobs = _log_share(chosen, mass)
     return Sampled(tokens, logprobs, logprobs, bad)
 
 
@@ -107,8 +109,8 @@ def _draw_filtered(logits, key, token_index, temperature, filters) -> Sampled:
     allowed = _in_tiles(_filtered(scaled, *filters))
     of_allowed = _masses(allowed)[:2]
     tokens, chosen = _draw(allowed, of_allowed, key, token_index, greedy)
-    totals = [jax.nn.logsumexp(m, axis=1) for m in (mass, of_allowed[1])]
-    return Sampled(tokens, chosen - totals[0], chosen - totals[1], bad)
+    logprobs, sampled_logprobs = (_log_share(chosen, m) for m in (mass, of_allowed[1]))
+    return Sampled(tokens, logprobs, sampled_logprobs, bad)
 
 
 def _in_tiles(x: jax.Array) -> jax.Array:
@@ -182,9 +184,20 @@ def _gumbel(
     return jax.random.gumbel(key, (size,), jnp.float32)
 
 
-def _logprob_of(scaled: jax.Array, tokens: jax.Array) -> jax.Array:
-    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
-    return chosen - jax.nn.logsumexp(scaled, axis=-1)
+def _logprob_of(logits: jax.Array, temperature: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Log-probs of tokens under softmax(logits / temperature), never above 0: the largest logit is taken away before
+    the division, which a compiler may round in two ways where it does it twice."""
+    top = logits.max(axis=-1)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    total = jnp.exp((logits - top[:, None]) / temperature[:, None]).sum(axis=-1)
+    return (chosen - top) / temperature - jnp.log(total)
+
+
+def _log_share(chosen: jax.Array, parts: jax.Array) -> jax.Array:
+    """chosen f32[S] - log(sum(exp(parts f32[S, n]))), of which it is a part: never above 0."""
+    top = parts.max(axis=-1)
+    share = (chosen - top) - jnp.log(jnp.exp(parts - top[:, None]).sum(axis=-1))
+    return jnp.minimum(share, 0.0)  # a logit that is read twice may have been rounded in two ways
 
 
 def _argmax(x: jax.Array) -> jax.Array:

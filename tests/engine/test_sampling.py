@@ -65,6 +65,30 @@ def test_logprobs_are_tempered_and_sampled_logprobs_are_filtered_too():
     np.testing.assert_allclose(out.sampled_logprobs, want, atol=1e-6)
 
 
+@pytest.mark.parametrize("by", [sample, sample_tiled])
+def test_no_logprob_is_above_0_where_one_token_is_nearly_certain(by):
+    """Logits out of a product, as a model's are, at a low temperature: their quotients are large, and rounded so."""
+    rng = np.random.default_rng(0)
+    hidden, head = rng.standard_normal((64, 32)), rng.standard_normal((32, 384))
+    best = rng.integers(0, 384, 64)
+    head[:, best] += 1.5 * hidden.T
+    hidden, head = hidden.astype(np.float32), head.astype(np.float32)
+    rows = lambda value, dtype: jnp.full(64, value, dtype)
+
+    @jax.jit
+    def drawn(hidden, head):
+        key = jnp.stack([jnp.zeros(64, jnp.uint32), jnp.arange(64, dtype=jnp.uint32)], 1)
+        filters = (rows(0.3, jnp.float32), rows(1.0, jnp.float32), rows(0, jnp.int32))
+        return by(hidden @ head, key, rows(0, jnp.int32), *filters)
+
+    out = drawn(hidden, head)
+    z = hidden.astype(np.float64) @ head.astype(np.float64) / np.float32(0.3)
+    z -= z.max(axis=1, keepdims=True)
+    want = (z - np.log(np.exp(z).sum(axis=1, keepdims=True)))[np.arange(64), out.tokens]
+    np.testing.assert_allclose(out.logprobs, want, atol=1e-4)
+    assert (want > -1e-6).sum() > 32 and out.logprobs.max() <= 0
+
+
 def test_support_is_what_the_filters_left_in_order_of_likelihood():
     out = draw(
         np.repeat(LOGITS[:1], 2, 0),
