@@ -405,7 +405,7 @@ def _live_parts(
         targets, settings.model.dtype, settings.weights,
     )  # fmt: skip
     transport = learning.transport(plan) if learning.transport is not None else None
-    sync = WeightSync(plan, cluster.targets, settings.weights, transport)
+    sync = WeightSync(plan, targets, settings.weights, transport)
     stack.callback(sync.close)
     ledger = Ledger(job.run_dir.ledger, settings.run_id)
     stack.callback(ledger.close)

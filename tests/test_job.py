@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_jax import launch
-from rl_jax.cluster import InProcCluster, ServersNotReady
+from rl_jax.cluster import InProcCluster, ServersNotReady, Watched
 from rl_jax.driver import Driver
 from rl_jax.engine.engine import JaxEngine
 from rl_jax.exit_codes import exit_code
@@ -46,13 +46,16 @@ def test_each_mesh_of_the_plan_is_built_once(tmp_path, monkeypatch):
 def test_loop_runs_with_what_was_compiled_frozen_and_the_process_gets_it_back(
     tmp_path, monkeypatch
 ):
-    frozen, states, loop = [], [], Driver.run
+    frozen, states, named, loop = [], [], [], Driver.run
 
     def status(name):
         return json.loads((tmp_path / name / "STATUS.json").read_text())["state"]
 
     def watched(driver):
         frozen.append(gc.get_freeze_count())
+        named.append(
+            [type(target) is Watched for target in driver.parts.sync.taking_part().values()]
+        )
         states.append(status("a"))
         return loop(driver)
 
@@ -61,6 +64,7 @@ def test_loop_runs_with_what_was_compiled_frozen_and_the_process_gets_it_back(
         assert run(tmp_path / name) == 0
         assert gc.get_freeze_count() == 0
     assert min(frozen) > 10_000
+    assert all(map(all, named)) and all(named), "a call of a sync that hangs is named"
     assert states == ["running", "done"] and status("b") == "done"
 
 
