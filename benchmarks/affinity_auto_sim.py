@@ -7,31 +7,23 @@ measured on hardware.
 
 import argparse
 import json
-import platform
-import shlex
 import statistics
 import sys
 from collections import Counter
-from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.report import ran  # noqa: E402
 from rl_jax.settings import RolloutSettings  # noqa: E402
 from rl_jax.simulate.affinity import (  # noqa: E402
     CONTEXT,
-    FROZEN_LAKE,
-    FROZEN_LAKE_CACHED,
-    MATH,
+    TASKS,
     Pools,
     play,
 )
 
-TASKS = {
-    "histories computed again each turn": (FROZEN_LAKE, MATH),
-    "histories found again": (FROZEN_LAKE_CACHED, MATH),
-}
 CHOICES = (
     Pools("by tag", 8, 3, by_tag=True),
     Pools("auto", 8, 3, is_auto=True),
@@ -71,9 +63,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
     head = {
         "what": "virtual seconds of a simulation, not of hardware",
-        "date": date.today().isoformat(),
-        "versions": {"python": platform.python_version()},
-        "command": shlex.join(["python", *sys.argv]),
+        **ran(),
         "batches": NUM_STEPS,
         "episodes of a batch": SETTINGS.batch_groups * SETTINGS.group_size,
     }

@@ -9,24 +9,22 @@ and the servers decide, under the costs that rl_jax/simulate/costs.py assumes.
 
 import argparse
 import json
-import platform
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.report import ran  # noqa: E402
 from rl_jax.settings import RolloutSettings  # noqa: E402
 from rl_jax.simulate.affinity import (  # noqa: E402
     CONTEXT,
     FROZEN_LAKE,
-    FROZEN_LAKE_CACHED,
     MATH,
+    TASKS,
     Played,
     Pools,
     play,
@@ -40,10 +38,6 @@ OTHER_SPLITS = tuple(
     Pools(f"{x} H800 + {y} H20, by tag", x, y, by_tag=True) for x, y in ((7, 6), (6, 9))
 )
 ALONE = (Pools("2 H800", 2, 0), Pools("6 H20", 0, 6))
-TASKS = {
-    "histories computed again each turn": (FROZEN_LAKE, MATH),
-    "histories found again": (FROZEN_LAKE_CACHED, MATH),
-}
 # RollArt, arXiv:2512.22560: (least, most) of what it reports for the same question.
 PUBLISHED = {
     "9 H800": (1.12, 1.37), "26 H20": (1.30, 1.68),
@@ -62,9 +56,7 @@ class Rows:
         self.out, self.rows = out, []
         self.head = {
             "what": "virtual seconds of a simulation, not of hardware",
-            "date": date.today().isoformat(),
-            "versions": {"python": platform.python_version()},
-            "command": shlex.join(["python", *sys.argv]),
+            **ran(),
             "seeds": list(seeds),
             "batches": NUM_STEPS,
             "episodes of a batch": SETTINGS.batch_groups * SETTINGS.group_size,

@@ -8,18 +8,16 @@ later half of batches took beside the best ratio's. Nothing here is measured on 
 
 import argparse
 import json
-import platform
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.report import ran  # noqa: E402
 from rl_jax.simulate.pd_ratio import (  # noqa: E402
     NUM_SERVERS,
     SETTINGS,
@@ -84,9 +82,7 @@ def main() -> None:
     seeds = range(args.seeds)
     head = {
         "what": "virtual seconds of a simulation, not of hardware",
-        "date": date.today().isoformat(),
-        "versions": {"python": platform.python_version()},
-        "command": shlex.join(["python", *sys.argv]),
+        **ran(),
         "seeds": list(seeds),
         "batches": NUM_STEPS,
         "episodes of a batch": SETTINGS.batch_groups * SETTINGS.group_size,

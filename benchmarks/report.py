@@ -10,7 +10,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +22,16 @@ import jax.numpy as jnp
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 
 
+def ran(libraries: Sequence[str] = ()) -> dict[str, Any]:
+    """When, under which versions and by which command."""
+    versions = {name: metadata.version(name) for name in libraries}
+    return {
+        "date": date.today().isoformat(),
+        "versions": {"python": platform.python_version(), **versions},
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
 class Report:
     """Rows of one benchmark; prints each as it comes, and all as a table last."""
 
@@ -31,9 +41,7 @@ class Report:
         self.rows: list[dict[str, Any]] = []
         self.head = {
             "card": card(),
-            "date": date.today().isoformat(),
-            "versions": {"python": platform.python_version(), **_versions()},
-            "command": shlex.join(["python", *sys.argv]),
+            **ran(LIBRARIES),
         }
 
     def add(
@@ -95,7 +103,3 @@ def card() -> str:
 def bytes_in_use(device: jax.Device) -> int:
     """0 where the backend does not say (CPU)."""
     return (device.memory_stats() or {}).get("bytes_in_use", 0)
-
-
-def _versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in LIBRARIES}

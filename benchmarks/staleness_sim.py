@@ -8,20 +8,18 @@ a bound of 1. Nothing here is measured on hardware, and how worth falls with lag
 
 import argparse
 import json
-import platform
-import shlex
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.report import ran  # noqa: E402
 from rl_jax.simulate.staleness import (  # noqa: E402
     BATCH,
     MOST,
@@ -111,9 +109,7 @@ def main() -> None:
                 row["over_best"] = round(row["seconds"] / min(fixed), 3)
     head = {
         "what": "virtual seconds of a simulation, not of hardware",
-        "date": date.today().isoformat(),
-        "versions": {"python": platform.python_version()},
-        "command": shlex.join(["python", *sys.argv]),
+        **ran(),
         "squares": f"{squares}: mean square of the weights at lags 0 to {MOST}: "
         + ", ".join(f"{SQUARES[squares](lag):.3f}" for lag in range(MOST + 1)),
         "worth": {"bounds": args.worth, "kv": args.kv_worth},

@@ -146,9 +146,10 @@ def _forward(plan, hidden, head, targets, num_chunks):
         local = targets - _first_column(plan, head)
         stats = _combine(plan, _stats(plan, hidden, head, local, num_chunks))
         used = jnp.arange(targets.shape[1]) < num_chunks * plan.chunk
-        lse = stats["max"] + jnp.log(stats["sum"])
-        entropy = jnp.log(stats["sum"]) - stats["moment"] / stats["sum"]
-        logprobs = (stats["target"] - stats["max"]) - jnp.log(stats["sum"])  # never above 0
+        log_sum = jnp.log(stats["sum"])
+        lse = stats["max"] + log_sum
+        entropy = log_sum - stats["moment"] / stats["sum"]
+        logprobs = (stats["target"] - stats["max"]) - log_sum  # never above 0
         return tuple(jnp.where(used, x, 0.0) for x in (logprobs, entropy, lse))
 
     logprobs, entropy, lse = forward(hidden, head, targets, num_chunks)

@@ -339,7 +339,7 @@ def _learning(
     if not setting.settings.cluster.learner_processes:
         return LearnsHere(setting, model, algorithm, decision, checkpointer)
     assert starter is not None, "whoever asks for processes made it"
-    learning = LearnsElsewhere(setting, model, algorithm, decision, starter, job.run_dir.event)
+    learning = LearnsElsewhere(setting, model, decision, starter, job.run_dir.event)
     job.stack.callback(learning.roles.close)
     return learning
 

@@ -129,7 +129,6 @@ class LearnsElsewhere:
         self,
         job: Setting,
         model: Model,
-        algorithm: Any,
         decision: Decision,
         starter: Starter,
         event: Callable[..., None],
@@ -146,8 +145,6 @@ class LearnsElsewhere:
             model=model,
             mesh=mesh,
             param_shardings=places,
-            algorithm=algorithm,
-            settings=settings.learner,
             rows=SimpleNamespace(balance=balance_of(model, num_shards)),
         )
         group = Group(learner_specs(job.plan, settings), settings.cluster, starter)

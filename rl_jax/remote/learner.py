@@ -62,7 +62,7 @@ class RemoteRoles:
         raised: Mapping[str, Callable[[str], Exception]],
         note: Callable[..., None],
     ):
-        """policy: what is asked of Roles.policy: model, mesh, param_shardings, rows.balance, algorithm. job: the step
+        """policy: what is asked of Roles.policy: model, mesh, param_shardings, rows.balance. job: the step
         to begin from (None: as the run does) -> the body of `build`, but for rank and address. raised: errors by name.
         note: an event of the run's, with its fields.
         """
@@ -84,10 +84,6 @@ class RemoteRoles:
     @property
     def state(self) -> None:
         """It lies in the processes, which save it."""
-
-    @property
-    def frozen(self) -> Mapping[str, Any]:
-        return {}
 
     @property
     def wants_save(self) -> bool:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from rl_jax.mesh import MeshPlan
 from rl_jax.settings import (
-    EngineSettings,
     MeshSettings,
     PoolSettings,
     RolloutSettings,
@@ -27,7 +26,7 @@ from rl_jax.settings import (
 from rl_jax.simulate import clock
 from rl_jax.simulate.costs import H20, H800, QWEN3_8B
 from rl_jax.simulate.rollout import DEADLINE_S, SimulatedRollout
-from rl_jax.simulate.servers import Servers
+from rl_jax.simulate.servers import Servers, engine_settings
 from rl_jax.simulate.workload import Constant, Lognormal, TaskShape, Uniform
 from rl_jax.types import Group
 
@@ -49,15 +48,12 @@ MATH = TaskShape(
     answer=Lognormal(4000, 0.8),
     shares_prompt=False,
 )
+TASKS = {
+    "histories computed again each turn": (FROZEN_LAKE, MATH),
+    "histories found again": (FROZEN_LAKE_CACHED, MATH),
+}
 CONTEXT = 32_768
-ENGINE = EngineSettings(
-    slots=64,
-    context=CONTEXT,
-    steps_per_block=32,
-    chunk_sizes=(2048, 8192),
-    chunk_requests=64,
-    append_limit=CONTEXT,
-)
+ENGINE = engine_settings(CONTEXT)
 SERVE = ServeSettings(progress_timeout_s=DEADLINE_S)
 
 

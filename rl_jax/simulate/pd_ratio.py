@@ -16,7 +16,6 @@ from pathlib import Path
 from rl_jax.mesh import MeshPlan
 from rl_jax.serve.split import Split, Table, Traffic, choose_split
 from rl_jax.settings import (
-    EngineSettings,
     MeshSettings,
     PoolSettings,
     RolloutSettings,
@@ -25,19 +24,12 @@ from rl_jax.settings import (
 from rl_jax.simulate import clock
 from rl_jax.simulate.costs import H800, QWEN3_8B, Costs
 from rl_jax.simulate.rollout import DEADLINE_S, SimulatedRollout
-from rl_jax.simulate.servers import Servers
+from rl_jax.simulate.servers import Servers, engine_settings
 from rl_jax.simulate.workload import Constant, Draw, Lognormal, TaskShape, rng_of
 
 NUM_SERVERS = 4
 CONTEXT = 32_768
-ENGINE = EngineSettings(
-    slots=64,
-    context=CONTEXT,
-    steps_per_block=32,
-    chunk_sizes=(2048, 8192),
-    chunk_requests=64,
-    append_limit=CONTEXT,
-)
+ENGINE = engine_settings(CONTEXT)
 SETTINGS = RolloutSettings(
     batch_groups=16, group_size=4, max_staleness=1, max_new_tokens=CONTEXT, envs_per_worker=4096
 )

@@ -20,6 +20,18 @@ from rl_jax.simulate.costs import HARDWARE, Costs, Hardware, ModelShape
 from rl_jax.simulate.stepped_loop import SteppedLoop
 
 
+def engine_settings(context: int) -> EngineSettings:
+    """Of a server on a large card, which appends whatever its histories miss."""
+    return EngineSettings(
+        slots=64,
+        context=context,
+        steps_per_block=32,
+        chunk_sizes=(2048, 8192),
+        chunk_requests=64,
+        append_limit=context,
+    )
+
+
 class Servers:
     """Close it before the loop ends."""
 

@@ -16,7 +16,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,6 @@ import numpy as np
 from rl_jax.mesh import MeshPlan
 from rl_jax.rollout.bound import Bound, Limits, Seen, fresher
 from rl_jax.settings import (
-    EngineSettings,
     MeshSettings,
     PoolSettings,
     RolloutSettings,
@@ -33,7 +32,7 @@ from rl_jax.settings import (
 from rl_jax.simulate import clock
 from rl_jax.simulate.costs import H800, QWEN3_8B
 from rl_jax.simulate.rollout import DEADLINE_S, SimulatedRollout
-from rl_jax.simulate.servers import Servers
+from rl_jax.simulate.servers import Servers, engine_settings
 from rl_jax.simulate.workload import Constant, Lognormal, TaskShape, Uniform
 from rl_jax.types import Group
 
@@ -52,15 +51,8 @@ SOFTWARE = TaskShape(
 WORKLOADS = (MATH, GAME, SOFTWARE)
 CONTEXT = 65_536
 NUM_SERVERS = 4
-ENGINE = EngineSettings(
-    slots=64,
-    context=CONTEXT,
-    page_size=512,  # the host's work goes by pages, and the costs hardly
-    steps_per_block=32,
-    chunk_sizes=(2048, 8192),
-    chunk_requests=64,
-    append_limit=CONTEXT,
-)
+# The host's work goes by pages, and the costs hardly.
+ENGINE = replace(engine_settings(CONTEXT), page_size=512)
 MOST = 4  # rollout.max_staleness of the adaptive bound
 BATCH = RolloutSettings(
     batch_groups=4, group_size=4, max_new_tokens=CONTEXT, envs_per_worker=4096, max_attempts=100
