@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -70,9 +71,11 @@ def test_score_is_lost_by_what_hangs_or_dies_twice_and_by_nothing_beside_it():
         assert (hung.status, [r.value for r in waiting]) == ("timeout", [1.0, 1.0, 0.0])
         assert (pool.counts["reward_env_lost"], pool.counts["reward_restarts"]) == (3, 1)
         for _ in range(3):  # more than may end in a row
+            pid = pool._workers["reward_0"].pid
+            os.kill(pid, signal.SIGSTOP)  # it must end with the call in it, not after its answer
             scoring = asyncio.create_task(score("one"))
             await asyncio.sleep(0)
-            os.kill(pool._workers["reward_0"].pid, 9)
+            os.kill(pid, signal.SIGKILL)
             assert (await scoring).value == 1.0
         assert pool.counts["reward_restarts"] == 4 and pool.failed is None
         dead = await score("exit")
