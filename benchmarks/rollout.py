@@ -54,6 +54,7 @@ from rl_jax.simulate.latency import (  # noqa: E402
     played,
     turns_of,
 )
+from rl_jax.simulate.rollout import sleeping  # noqa: E402
 from rl_jax.simulate.workload import Constant, Draw, TaskShape  # noqa: E402
 from rl_jax.testing.fake_engine import FakeEngine  # noqa: E402
 
@@ -257,7 +258,7 @@ class WallJob:
         try:
             got = await played(
                 sampler, scaled(self.shape, self.scale), settings, num_steps=self.num_steps,
-                seed=self.seed, train_s=self.scale * self.train_s, look_s=0.002,
+                seed=self.seed, train=sleeping(self.scale * self.train_s), look_s=0.002,
             )  # fmt: skip
         finally:
             sampler.close()

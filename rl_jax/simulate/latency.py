@@ -23,7 +23,7 @@ from rl_jax.rollout.scheduler.batch import BatchScheduler
 from rl_jax.rollout.scheduler.trajectory import TrajectoryScheduler
 from rl_jax.settings import RolloutSettings
 from rl_jax.simulate import clock
-from rl_jax.simulate.rollout import LOOK_S, SimulatedRollout
+from rl_jax.simulate.rollout import LOOK_S, SimulatedRollout, Train, sleeping
 from rl_jax.simulate.workload import Constant, Gaussian, Lognormal, TaskShape, Uniform
 from rl_jax.types import FinishReason, Turn, TurnRequest, VersionSpan
 
@@ -116,11 +116,11 @@ async def played(
     *,
     num_steps: int,
     seed: int,
-    train_s: float = 0.0,
+    train: Train = sleeping(0.0),
     look_s: float = LOOK_S,
 ) -> Played:
-    """num_steps batches under settings.scheduler on the running loop, whose time may be real; each is trained for
-    train_s. sampler: a types.Sampler with commit(version)."""
+    """num_steps batches under settings.scheduler on the running loop, whose time may be real. sampler: a types.Sampler
+    with commit(version)."""
     with tempfile.TemporaryDirectory() as folder:
         rollout = SimulatedRollout(
             sampler,
@@ -132,7 +132,7 @@ async def played(
             policy=POLICIES[settings.scheduler](),
         )
         rollout.look_s = look_s
-        taken = await rollout.steps(num_steps, train_s, commit=sampler.commit)
+        taken = await rollout.steps(num_steps, train, commit=sampler.commit)
         await rollout.close()
     at_s = [0.0, *(seconds for seconds, _ in taken)]
     redundancy = rollout.dispatcher.redundancy
@@ -157,5 +157,5 @@ def play(
     """played() on a virtual clock of its own; turn_s: of generation."""
     sampler = TimedSampler(turn_s)
     return clock.run(
-        played(sampler, shape, settings, num_steps=num_steps, seed=seed, train_s=train_s)
+        played(sampler, shape, settings, num_steps=num_steps, seed=seed, train=sleeping(train_s))
     )

@@ -1,7 +1,7 @@
 """A rollout on a virtual clock: rollout's own dispatcher, player, slots, buffer and policy, and a driver's order.
 
 It is rollout.Rollout without its thread: what that posts to its loop is called here, on the loop of the simulation.
-Life of a step, as in driver.py: want -> take (by looking, since nothing may block) -> the learner's seconds -> consumed
+Life of a step, as in driver.py: want -> take (by looking, since nothing may block) -> train -> consumed
 -> published. A version that is published is not committed to servers unless `commit` is given.
 Invariants: the ledger's law holds at the end of every step, as in a run; an error of a callback ends the next take.
 Must not: decide anything.
@@ -9,9 +9,10 @@ Must not: decide anything.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rl_jax.ledger import Ledger
 from rl_jax.rollout.buffer import SampleBuffer
@@ -36,6 +37,12 @@ TICK_S = 1.0  # as rollout.Rollout
 LOOK_S = 0.2  # how late a take may be
 NUM_TASKS = 2_000  # of each tag: none comes twice
 DEADLINE_S = 1e6  # of a turn and an episode: a simulation asks how long things take
+Train = Callable[[Sequence[Group]], Awaitable[Any]]  # a batch; over when it is trained
+
+
+def sleeping(seconds: float) -> Train:
+    """Of a learner that takes so long for every batch."""
+    return lambda groups: asyncio.sleep(seconds)
 
 
 class SimulatedRollout:
@@ -84,7 +91,7 @@ class SimulatedRollout:
     async def steps(
         self,
         num_steps: int,
-        train_s: float = 0.0,
+        train: Train = sleeping(0.0),
         commit: Callable[[int], None] = lambda version: None,
     ) -> list[tuple[float, list[Group]]]:
         """Run so many steps from the first. Returns: of each, how long after the begin its batch was
@@ -93,7 +100,7 @@ class SimulatedRollout:
         taken, begin_s = [], asyncio.get_running_loop().time()
         self.dispatcher.published(0)
         for step in range(1, num_steps + 1):
-            at_s, groups = await self.step(step, num_steps, lambda groups: train_s, commit)
+            at_s, groups = await self.step(step, num_steps, train, commit)
             taken.append((at_s - begin_s, groups))
         return taken
 
@@ -101,7 +108,7 @@ class SimulatedRollout:
         self,
         step: int,
         last_step: int | None,
-        train_s: Callable[[Sequence[Group]], float],
+        train: Train,
         commit: Callable[[int], None] = lambda version: None,
     ) -> tuple[float, list[Group]]:
         """Version step - 1 -> step; version 0 is told before. last_step: None = no end is known.
@@ -112,7 +119,7 @@ class SimulatedRollout:
         groups = await self._take(step)
         at_s = asyncio.get_running_loop().time()
         self.live_at_take.append(self.dispatcher.slots.num_live)
-        await asyncio.sleep(train_s(groups))
+        await train(groups)
         self.buffer.consumed(step, groups)
         commit(step)
         self.dispatcher.published(step)

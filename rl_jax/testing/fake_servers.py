@@ -3,7 +3,8 @@ specs of such servers.
 
 job: kind, name, engine (EngineSettings as a tree), serve (ServeSettings as a tree), block_s (how long a block takes),
 die_at_block (the engine raises there; 0 = never), num_compile_steps, compile_s (each step's), ballast, axes and device
-(as FakeEngine's), dump (a folder in which each commit leaves the bytes of what it swaps in, as NAME.npz; "" = none).
+(as FakeEngine's), dump (a folder in which each commit leaves the bytes of what it swaps in, as NAME.npz, and raises while
+a file NAME.refuse lies there; "" = none).
 """
 
 import math
@@ -56,6 +57,8 @@ def make(job: Mapping[str, Any]) -> DecodeServer | PrefillServer:
 
 def _dumped(params: dict[str, Any], path: Path) -> dict[str, Any]:
     """Each weight as u8[bytes] of its elements in row-major order, whatever its sharding."""
+    if path.with_suffix(".refuse").exists():
+        raise RuntimeError(f"told to refuse by {path.with_suffix('.refuse').name}")
     whole = {name: np.ascontiguousarray(np.asarray(x)) for name, x in params.items()}
     np.savez(path, **{name: x.reshape(-1).view(np.uint8) for name, x in whole.items()})
     return params

@@ -266,6 +266,44 @@ def test_one_changed_bit_is_found_by_the_digest_and_nothing_is_served(world):
         world.check(server, before)
 
 
+def test_sync_that_moved_nothing_to_one_server_is_found_and_fences_it(world):
+    """Fault 30: everything says that it went well, and the old bytes lie there."""
+    good, before = world.sync._transport, world.publish()[0]
+
+    class Still(ByPlace):
+        def send(self, params, names, targets):
+            old = {name: jax.device_put(before[name], world.places[name]) for name in names}
+            kept = super().send(old, names, ["decode.0"])
+            return super().send(params, names, targets) | kept
+
+    world.sync._transport = Still(world.sync.plan, world.sync.settings.transport)
+    host, result = world.publish()
+    world.sync._transport = good
+    assert (result.state, result.fenced) == ("PARTIAL", ("decode.0",)), result
+    assert "decode.0: digest differs for parameter" in result.detail
+    stale, other = world.party.servers
+    world.check(other, host)
+    world.check(stale, before)
+    assert stale.fenced is not None
+    assert world.publish()[1].state == "PUBLISHED" and stale.fenced is None
+
+
+def test_server_that_fails_in_the_swap_is_fenced_with_its_cause_and_others_advance(world):
+    """Fault 29."""
+    broken, other = world.party.servers
+    before = world.publish()[0]
+    refuse = world.party.dump / f"{broken.name}.refuse"
+    refuse.touch()
+    host, result = world.publish()
+    refuse.unlink()
+    assert (result.state, result.fenced) == ("PARTIAL", ("decode.0",)), result
+    assert "told to refuse" in result.detail and broken.fenced is not None
+    world.check(other, host)
+    world.check(broken, before)
+    assert other.version == world.version == broken.version + 1
+    assert world.publish()[1].state == "PUBLISHED" and broken.fenced is None
+
+
 def test_target_that_stalls_is_fenced_and_the_other_gets_the_version(world):
     server, other = world.party.servers
     hold = threading.Event()

@@ -8,7 +8,7 @@ from rl_jax.settings import MeshSettings, PoolSettings, RolloutSettings, ServeSe
 from rl_jax.simulate import clock
 from rl_jax.simulate.affinity import ENGINE
 from rl_jax.simulate.costs import H800, QWEN3_8B, Costs
-from rl_jax.simulate.rollout import LOOK_S, SimulatedRollout
+from rl_jax.simulate.rollout import LOOK_S, SimulatedRollout, sleeping
 from rl_jax.simulate.servers import Servers
 from rl_jax.simulate.workload import Constant, TaskShape
 from rl_jax.types import Outcome, SchedulerPolicy
@@ -35,7 +35,7 @@ def steps(tmp_path, num_steps, train_s=0.0, policy=None, **settings):
             context=4096,
             policy=policy,
         )
-        taken = await rollout.steps(num_steps, train_s, commit=servers.commit)
+        taken = await rollout.steps(num_steps, sleeping(train_s), commit=servers.commit)
         await rollout.close()
         servers.close()
         return taken, rollout.ledger.counts()
@@ -72,7 +72,7 @@ def test_slots_that_the_bound_leaves_empty_are_counted_by_their_share(tmp_path):
         servers = Servers(PLAN, QWEN3_8B, ENGINE, ServeSettings(progress_timeout_s=1e6))
         settings = RolloutSettings(batch_groups=2, group_size=2, max_staleness=0, max_new_tokens=99)
         rollout = SimulatedRollout(servers.router, (SHAPE,), settings, tmp_path, context=4096)
-        taken = await rollout.steps(3, train_s=20.0, commit=servers.commit)
+        taken = await rollout.steps(3, sleeping(20.0), commit=servers.commit)
         (slots,) = servers.router.capacity().values()
         idle_s = rollout.dispatcher.slots_idle_s
         await rollout.close()

@@ -16,7 +16,7 @@ from rl_jax.settings import (
 )
 from rl_jax.simulate import clock
 from rl_jax.simulate.costs import H800, QWEN3_8B
-from rl_jax.simulate.rollout import SimulatedRollout
+from rl_jax.simulate.rollout import SimulatedRollout, sleeping
 from rl_jax.simulate.servers import Servers
 from rl_jax.simulate.staleness import Played, Step, lags
 from rl_jax.simulate.workload import Lognormal, TaskShape, Uniform
@@ -59,10 +59,8 @@ def play(folder, seed, num_steps=12, **settings):
         rollout.dispatcher.published(0)
         bound, taken = MOST, []
         for step in range(1, num_steps + 1):
-            train_s = rng.choice([0.0, 5.0, 20.0])
-            _, groups = await rollout.step(
-                step, None, lambda groups, train_s=train_s: train_s, servers.commit
-            )
+            train = sleeping(rng.choice([0.0, 5.0, 20.0]))
+            _, groups = await rollout.step(step, None, train, servers.commit)
             taken.append((bound, groups))
             before, bound = bound, rng.randint(0, MOST)
             ages = [step - group.oldest_version for group in rollout.dispatcher.view().groups]
