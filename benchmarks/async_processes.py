@@ -75,7 +75,13 @@ class Processes(Router):
         self._sharding = named_sharding((), {}, mesh)
         shape = {"offset": jax.ShapeDtypeStruct((), np.int32)}
         plan = SyncPlan.build(
-            shape, {"offset": ()}, mesh, {"offset": self._sharding}, [self._process], "float32", weights
+            shape,
+            {"offset": ()},
+            mesh,
+            {"offset": self._sharding},
+            [self._process],
+            "float32",
+            weights,
         )
         self._weight_sync = WeightSync(plan, [self._process], weights)
         self.publish(0)

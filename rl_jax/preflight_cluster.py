@@ -7,6 +7,7 @@ import importlib.util
 import socket
 
 from rl_jax.config import ConfigError
+from rl_jax.remote.private_network import refusal
 from rl_jax.settings import ClusterSettings
 
 CONNECT_S = 5.0  # for a Ray cluster's head to accept a connection
@@ -23,9 +24,12 @@ def check_backend(backend: str) -> None:
 
 
 def check_addresses(cluster: ClusterSettings) -> None:
-    """Raises ConfigError where nobody answers at cluster.address, or cluster.host:port cannot be listened on."""
+    """Raises ConfigError where nobody answers at cluster.address, a Ray of this host cannot have a network of its own,
+    or cluster.host:port cannot be listened on."""
     if cluster.backend == "ray" and ":" in cluster.address:
         _check_ray(cluster.address)
+    if cluster.backend == "ray" and not cluster.address and cluster.private_network:
+        _check_private_network()
     if cluster.backend in ("external", "ray"):
         _check_listen(cluster.host, cluster.port)
 
@@ -41,6 +45,18 @@ def _check_ray(address: str) -> None:
                 " (ray start --head), give the address that it tells, or leave it empty for a Ray of this host alone"
             ]
         ) from None
+
+
+def _check_private_network() -> None:
+    if why := refusal():
+        raise ConfigError(
+            [
+                f"cluster.private_network: this host gives no network namespace to this process ({why}), and a Ray"
+                " without one listens on every address of the host; start the run as `unshare --net --map-root-user sh"
+                " -c 'ip link set lo up && exec python -m rl_jax.launch ...'`, use an existing cluster by"
+                " cluster.address, or allow it with cluster.private_network=False"
+            ]
+        )
 
 
 def _check_listen(host: str, port: int) -> None:

@@ -6,6 +6,8 @@ server, no weights and no state go through Ray, and Ray restarts nothing: an act
 process that ended, for which lives.py starts another one, wherever Ray places it then.
 Hardware classes are Ray's custom resources, one a device: `ray start --resources='{"h200": 8}'` offers a node to pools
 of hardware h200; `gpu` are the GPUs that Ray counts itself. Every server takes one CPU besides.
+A Ray that it starts lives in a network of its own, as Ray listens on every address of its host (private_network.py);
+so do the driver's main thread and all that is started from it, until `close`.
 Invariants: what can never be placed is told before anything waits; every question to Ray has a deadline.
 Must not: be imported by anything but cluster.py; leave a Ray that it started running.
 """
@@ -28,6 +30,7 @@ from rl_jax.backend import child_variables
 from rl_jax.child import SECRET_VARIABLE, clean_environment, exit_text, give_variable
 from rl_jax.remote.link import address_of, address_text, new_secret
 from rl_jax.remote.listener import Expected, Listener
+from rl_jax.remote.private_network import PrivateNetwork
 from rl_jax.remote.spec import Spec
 from rl_jax.remote.starter import EXIT_S, launched, told
 from rl_jax.settings import ClusterSettings
@@ -115,8 +118,10 @@ class RayStarter:
     is_by_hand, commands = False, ()
 
     def __init__(self, settings: ClusterSettings, log_dir: Path, specs: Sequence[Spec]):
-        """Raises: OSError where it cannot listen."""
+        """Raises: OSError where it cannot listen, or the host gives no private network to a Ray that is to have one."""
         self._settings, self._log_dir = settings, log_dir
+        is_local = not settings.address and not ray.is_initialized()
+        self._network = PrivateNetwork() if is_local and settings.private_network else None
         self._secret = new_secret()
         self._listener = Listener(
             settings.host, settings.port, self._secret, [spec.name for spec in specs]
@@ -188,6 +193,8 @@ class RayStarter:
             self._is_ours = False
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._network is not None:
+            self._network.close()
 
     def _init(self, demands: Sequence[Mapping[str, float]]) -> None:
         handler = signal.getsignal(signal.SIGTERM)

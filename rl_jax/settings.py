@@ -507,6 +507,9 @@ class ClusterSettings:
     address: str = (
         ""  # of the Ray cluster; "" = one of this host alone, started and ended with the run
     )
+    # Of a Ray that the run starts itself: in a network namespace of its own, where nobody else reaches it, and the run
+    # nobody else. False: it listens on every address of this host, to whoever can reach those
+    private_network: bool = True
     # of external and ray
     host: str = "127.0.0.1"  # the driver's own address on which it listens, and which the processes connect to
     port: int = 0  # 0 = any that is free

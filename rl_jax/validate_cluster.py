@@ -11,6 +11,7 @@ from rl_jax.settings import Settings
 HERE = ("packed", "reshard")  # values of weights.transport, to servers of the driver's process
 ELSEWHERE = ("shared", "store", "channel")  # and to others
 STORING = ("local", "external")  # values of cluster.backend that start stores
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LISTENING = ("external", "ray")  # values of cluster.backend whose processes come over TCP
 
 
@@ -48,6 +49,12 @@ def cluster_errors(s: Settings) -> Iterator[str]:
         yield (
             f"cluster.host={c.host!r} is no address that a process could connect to; give the driver's own one in a"
             " private network"
+        )
+    is_alone = c.backend == "ray" and not c.address and c.private_network
+    if is_alone and c.host not in LOOPBACK:
+        yield (
+            f"cluster.host={c.host} is not in the private network of a Ray that the run starts itself; leave it"
+            f" {LOOPBACK[0]}, give a cluster by cluster.address, or set cluster.private_network=False"
         )
     yield from _transport(s)
     if c.learner_processes:

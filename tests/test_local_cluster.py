@@ -245,6 +245,11 @@ def test_address_to_listen_on_is_one_that_others_can_use():
     assert "cluster.port=4711 is not used by backend local" in error
     (error,) = refused(external, "--config.cluster.port=70000")
     assert "cluster.port=70000" in error
+    alone = "--config.cluster.backend=ray"
+    (error,) = refused(alone, "--config.cluster.host=10.0.0.5")
+    assert (
+        "cluster.host=10.0.0.5 is not in the private network of a Ray that the run starts" in error
+    )
 
 
 def test_backend_that_is_not_installed_is_told_with_its_extra(monkeypatch):

@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from rl_jax import preflight_cluster
 from rl_jax.config import ConfigError
 from rl_jax.preflight_cluster import check_addresses
 from rl_jax.settings import ClusterSettings
@@ -34,9 +35,20 @@ def test_ray_that_does_not_answer_is_told_with_what_to_start(taken):
     check_addresses(ClusterSettings(backend="ray", address="auto"))
 
 
+def test_ray_of_this_host_without_a_network_of_its_own_is_refused_with_three_ways_out(monkeypatch):
+    monkeypatch.setattr(preflight_cluster, "refusal", lambda: "unshare: Operation not permitted")
+    error = refused(backend="ray")
+    assert "cluster.private_network: this host gives no network namespace" in error
+    for way in ("unshare --net", "cluster.address", "cluster.private_network=False"):
+        assert way in error
+    check_addresses(ClusterSettings(backend="ray", private_network=False))
+    check_addresses(ClusterSettings(backend="ray", address="auto"))
+
+
 @pytest.mark.parametrize("backend", ["external", "ray"])
 def test_address_that_cannot_be_listened_on_is_told(backend, taken):
-    error = refused(backend=backend, host="192.0.2.1")  # of documentation, nobody's
+    address = "auto" if backend == "ray" else ""
+    error = refused(backend=backend, address=address, host="192.0.2.1")  # of documentation
     assert "cluster.host=192.0.2.1 with cluster.port=0 cannot be listened on" in error
     assert "an address of this machine" in error
     error = refused(backend=backend, port=taken)

@@ -3,8 +3,8 @@ specs of such servers.
 
 job: kind, name, engine (EngineSettings as a tree), serve (ServeSettings as a tree), block_s (how long a block takes),
 die_at_block (the engine raises there; 0 = never), num_compile_steps, compile_s (each step's), ballast, axes and device
-(as FakeEngine's), dump (a folder in which each commit leaves the bytes of what it swaps in, as NAME.npz, and raises while
-a file NAME.refuse lies there; "" = none).
+(as FakeEngine's), dump (a folder in which each commit leaves the bytes of what it swaps in, as NAME.npz, and raises
+while a file NAME.refuse lies there; "" = none).
 """
 
 import math

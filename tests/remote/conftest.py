@@ -18,6 +18,7 @@ import pytest
 from rl_jax.child import clean_environment
 from rl_jax.mesh import make_mesh, named_sharding
 from rl_jax.remote.carriers import Carriers
+from rl_jax.remote.private_network import PrivateNetwork
 from rl_jax.remote.server import RemoteDecodeServer, RemotePrefillServer
 from rl_jax.remote.starter import ExternalStarter, LocalStarter
 from rl_jax.serve import Router
@@ -247,8 +248,12 @@ def local(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ray_nodes():
-    """A real Ray cluster of two simulated nodes on this host, one for all tests."""
+    """A real Ray cluster of two simulated nodes on this host, one for all tests, in a network of its own."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
+    try:
+        network = PrivateNetwork()
+    except OSError as error:
+        pytest.skip(f"this host gives no private network, and Ray listens everywhere: {error}")
     import ray
     from ray.cluster_utils import Cluster
 
@@ -259,7 +264,9 @@ def ray_nodes():
         )
         second = cluster.add_node(num_cpus=4, resources={"h200": 2})
     except Exception as error:  # the boundary to another's program: no Ray, no test
+        network.close()
         pytest.skip(f"Ray does not start here: {error}")
     yield SimpleNamespace(cluster=cluster, second=second, address=cluster.address)
     ray.shutdown()
     cluster.shutdown()
+    network.close()

@@ -1,5 +1,6 @@
 """Ray starts the processes: placed by hardware, lost with actor or node, and refused before anything waits for them."""
 
+import os
 import signal
 import time
 from dataclasses import replace
@@ -113,6 +114,8 @@ def test_ray_of_this_host_alone_is_started_with_what_the_plan_takes_and_ended(ma
     assert folder.stat().st_mode & 0o777 == 0o700
     raylets = [p for p in set(psutil.Process().children()) - others if "raylet" in p.name()]
     assert raylets
+    networks = {os.readlink(f"/proc/{p.pid}/ns/net") for p in (*raylets, psutil.Process().parent())}
+    assert len(networks) == 2, "Ray listens on every address of its network, which must be its own"
     starter.close()
     assert not folder.exists() and not ray.is_initialized()
     assert psutil.wait_procs(raylets, timeout=10)[1] == []
