@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,80 +26,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-
+from benchmarks.process_sampler import ProcessSampler  # noqa: E402
 from benchmarks.report import Report  # noqa: E402
-from benchmarks.rollout import BLOCKS, ENGINE, PLAN, STALENESS, scaled  # noqa: E402
-from rl_jax.mesh import make_mesh, named_sharding  # noqa: E402
-from rl_jax.remote.carriers import Carriers  # noqa: E402
-from rl_jax.remote.server import RemoteDecodeServer  # noqa: E402
-from rl_jax.remote.starter import LocalStarter  # noqa: E402
-from rl_jax.serve import Router  # noqa: E402
-from rl_jax.settings import (  # noqa: E402
-    ClusterSettings,
-    RolloutSettings,
-    ServeSettings,
-    WeightSettings,
-)
+from benchmarks.rollout import BLOCKS, ENGINE, STALENESS, scaled  # noqa: E402
+from rl_jax.settings import ClusterSettings, RolloutSettings  # noqa: E402
 from rl_jax.simulate.latency import TURN_S, played, turns_of  # noqa: E402
 from rl_jax.testing.fake_learner import FakeLearner  # noqa: E402
-from rl_jax.testing.fake_servers import fake_spec  # noqa: E402
 from rl_jax.types import Group  # noqa: E402
-from rl_jax.weights.plan import SyncPlan  # noqa: E402
-from rl_jax.weights.sync import WeightSync  # noqa: E402
 
 WARM = 2
-READY_S = 60.0
 PREDICTION = (
     "0.52: a synchronous step is the slowest of 128 episodes (about 445 s) and the train step; an asynchronous one is "
     "the longer of the train step and 128 mean episodes on 128 slots (about 260 s), and a sync"
 )
-
-
-class Processes(Router):
-    """A Router over one decode server in a process, with a weight sync to it."""
-
-    def __init__(self, block_s: float, log_dir: Path):
-        cluster, weights = ClusterSettings(), WeightSettings()
-        serve = ServeSettings(queue_size=1024)
-        self._carriers = Carriers("auto")
-        spec = fake_spec("decode.0", "decode", ENGINE, serve, block_s=block_s)
-        starter = LocalStarter(cluster, log_dir)
-        self._process = RemoteDecodeServer(
-            spec, cluster, log_dir, weights.deadline_s, starter, self._carriers
-        )
-        self._process.start()
-        self._process.wait_ready(READY_S)
-        mesh = make_mesh({}, jax.devices()[:1])
-        self._sharding = named_sharding((), {}, mesh)
-        shape = {"offset": jax.ShapeDtypeStruct((), np.int32)}
-        plan = SyncPlan.build(
-            shape,
-            {"offset": ()},
-            mesh,
-            {"offset": self._sharding},
-            [self._process],
-            "float32",
-            weights,
-        )
-        self._weight_sync = WeightSync(plan, [self._process], weights)
-        self.publish(0)
-        super().__init__([self._process], [], PLAN)
-
-    def publish(self, version: int) -> None:
-        params = {"offset": jax.device_put(jnp.array(version, jnp.int32), self._sharding)}
-        result = self._weight_sync.publish(params, version)
-        assert result.state == "PUBLISHED", result
-
-    def commit(self, version: int) -> None:
-        """It was published with the step that made it."""
-
-    def close(self) -> None:
-        self._weight_sync.close()
-        self._process.close()
-        self._carriers.close()
 
 
 @dataclass
@@ -111,23 +51,20 @@ class Loop:
     seed: int
 
     def __post_init__(self):
-        self.ends_s: list[float] = []
+        self.ends_s: list[float] = []  # of train steps
         self.trained_s: list[float] = []
         self.synced_s: list[float] = []
 
     async def play(self, settings: RolloutSettings) -> "Loop":
         with tempfile.TemporaryDirectory() as folder:
-            sampler = Processes(self.scale * TURN_S / BLOCKS, Path(folder))
+            sampler = ProcessSampler(self.scale * TURN_S / BLOCKS, ENGINE, Path(folder))
             learner = FakeLearner(ClusterSettings(), Path(folder))
 
-            async def train(groups: list[Group]) -> None:
+            async def train(groups: Sequence[Group]) -> None:
                 begin_s = time.monotonic()
                 await learner.step(groups, self.scale * self.train_s)
-                trained_s = time.monotonic()
-                await asyncio.to_thread(sampler.publish, len(self.ends_s) + 1)
                 self.ends_s.append(time.monotonic())
-                self.trained_s.append(trained_s - begin_s)
-                self.synced_s.append(self.ends_s[-1] - trained_s)
+                self.trained_s.append(self.ends_s[-1] - begin_s)
 
             try:
                 await played(
@@ -137,6 +74,7 @@ class Loop:
             finally:
                 learner.close()
                 sampler.close()
+        self.synced_s = sampler.sync_s
         return self
 
     @property

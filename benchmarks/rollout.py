@@ -6,7 +6,7 @@ trajectory-level rollout. `staleness`: the same workload at sigma 5 over four st
 step beside it, and at most 128 trajectories in flight on either side. `redundancy`: 32 groups of 8 are needed, of more
 that run; the ratio of none redundant to so many. `bias`: whose turns it keeps where slow episodes are the long ones.
 These parts run on a virtual clock (rl_jax/simulate/latency.py). Those named wall_... run the same on the real one, in
-shortened seconds, over a DecodeServer round a FakeEngine whose blocks take a set time, and the Router.
+shortened seconds, over the Router and a DecodeServer round a FakeEngine in a process of its own (process_sampler.py).
 A ratio is the median over seeds, with the least and the most; both sides of it play the same episodes. Rows are merged
 into the file by name, so parts may run apart.
 A virtual second is a statement about who waits for whom, never about hardware. The wall clock adds what rollout's own
@@ -16,15 +16,13 @@ Python costs, on whatever else the machine does.
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import platform
 import shlex
 import statistics
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -34,15 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from rl_jax.mesh import MeshPlan  # noqa: E402
-from rl_jax.serve import DecodeServer, Router  # noqa: E402
-from rl_jax.settings import (  # noqa: E402
-    EngineSettings,
-    MeshSettings,
-    PoolSettings,
-    RolloutSettings,
-    ServeSettings,
-)
+from benchmarks.process_sampler import ProcessSampler  # noqa: E402
+from rl_jax.settings import EngineSettings, RolloutSettings  # noqa: E402
 from rl_jax.simulate.latency import (  # noqa: E402
     BATCHED,
     NEEDED,
@@ -56,7 +47,6 @@ from rl_jax.simulate.latency import (  # noqa: E402
 )
 from rl_jax.simulate.rollout import sleeping  # noqa: E402
 from rl_jax.simulate.workload import Constant, Draw, TaskShape  # noqa: E402
-from rl_jax.testing.fake_engine import FakeEngine  # noqa: E402
 
 SIGMAS = (1, 3, 5, 7, 10)
 GROUPS, MEMBERS = (32, 34, 36), (8, 10, 12)
@@ -72,10 +62,6 @@ STALENESS_STEPS = 4
 STALENESS = tuple(
     replace(TRAJECTORIES, max_staleness=staleness, envs_per_worker=128) for staleness in (0, 1)
 )
-PLAN = MeshPlan.from_settings(
-    MeshSettings(pools=(PoolSettings("decode", "decode"), PoolSettings("train", "train")))
-)
-APART_S = 10.0
 BLOCKS = 4  # of a turn: what comes while one runs waits for a quarter of a turn at most
 ENGINE = EngineSettings(
     slots=512, context=1024, page_size=64, steps_per_block=1, chunk_sizes=(2048,),
@@ -204,32 +190,6 @@ def bias(rows: Rows, seeds: Sequence[int]) -> None:
     rows.add(row | extra_work(runs))
 
 
-class WallSampler(Router):
-    """A Router over one DecodeServer round a FakeEngine, whose blocks begin block_s apart at least."""
-
-    def __init__(self, block_s: float):
-        self._block_s, self._next_s = block_s, 0.0
-        engine = FakeEngine(ENGINE, before_block=self._pace)
-        self._server = DecodeServer("decode.0", "decode", engine, ServeSettings(queue_size=1024))
-        self._server.start()
-        self._engine = engine
-        self.commit(0)
-        super().__init__([self._server], [], PLAN)
-
-    def commit(self, version: int) -> None:
-        self._server.stage(f"v{version}", version, 0, self._engine.params(version))
-        self._server.commit(f"v{version}", "keep", 10.0)
-
-    def close(self) -> None:
-        self._server.close()
-
-    def _pace(self, engine: FakeEngine) -> None:
-        now_s = time.monotonic()
-        if self._next_s > now_s:
-            time.sleep(self._next_s - now_s)
-        self._next_s = max(self._next_s, now_s) + self._block_s
-
-
 def scaled(shape: TaskShape, scale: float) -> TaskShape:
     def shorter(draw: Draw) -> Draw:
         return lambda rng: scale * draw(rng)
@@ -254,39 +214,35 @@ class WallJob:
         return [asyncio.run(self._play(settings)) for settings in (self.slow, self.fast)]
 
     async def _play(self, settings: RolloutSettings) -> Played:
-        sampler = WallSampler(self.scale * self.turn_s / BLOCKS)
-        try:
-            got = await played(
-                sampler, scaled(self.shape, self.scale), settings, num_steps=self.num_steps,
-                seed=self.seed, train=sleeping(self.scale * self.train_s), look_s=0.002,
-            )  # fmt: skip
-        finally:
-            sampler.close()
+        with tempfile.TemporaryDirectory() as folder:
+            sampler = ProcessSampler(self.scale * self.turn_s / BLOCKS, ENGINE, Path(folder))
+            try:
+                got = await played(
+                    sampler, scaled(self.shape, self.scale), settings, num_steps=self.num_steps,
+                    seed=self.seed, train=sleeping(self.scale * self.train_s), look_s=0.002,
+                )  # fmt: skip
+            finally:
+                sampler.close()
         return replace(got, step_s=tuple(s / self.scale for s in got.step_s))
 
 
-def side_by_side(job: WallJob, seeds: Sequence[int]) -> tuple[list[Played], list[Played]]:
-    """The job for each seed, in a process of its own, begun APART_S after another: most of their time is waiting."""
-    with ProcessPoolExecutor(len(seeds), multiprocessing.get_context("spawn")) as pool:
-        futures = []
-        for seed in seeds:
-            futures.append(pool.submit(replace(job, seed=seed)))
-            time.sleep(APART_S)
-        slow, fast = zip(*(future.result() for future in futures), strict=True)
+def both(job: WallJob, seeds: Sequence[int]) -> tuple[list[Played], list[Played]]:
+    """The job for each seed: its slow sides and its fast ones."""
+    slow, fast = zip(*(replace(job, seed=seed)() for seed in seeds), strict=True)
     return list(slow), list(fast)
 
 
 def wall_trajectory(rows: Rows, seeds: Sequence[int], scale: float) -> None:
     batch = replace(TRAJECTORIES, **BATCHED)
     job = WallJob(turns_of(5), batch, TRAJECTORIES, scale, TURN_S)
-    slow, fast = side_by_side(job, seeds)
+    slow, fast = both(job, seeds)
     row = {"name": "wall: trajectory over batch, sigma 5", **over(slow, fast), "scale": scale}
     rows.add(row | {"batch_s": seconds(slow), "trajectory_s": seconds(fast)})
 
 
 def wall_staleness(rows: Rows, seeds: Sequence[int], scale: float) -> None:
     job = WallJob(turns_of(5), *STALENESS, scale, TURN_S, STALENESS_STEPS, TRAIN_S)
-    slow, fast = side_by_side(job, seeds)
+    slow, fast = both(job, seeds)
     row = {"name": "wall: max_staleness 1 over 0, sigma 5", **over(slow, fast), "scale": scale}
     rows.add(row | {"synchronous_s": seconds(slow), "asynchronous_s": seconds(fast)})
 
@@ -294,8 +250,8 @@ def wall_staleness(rows: Rows, seeds: Sequence[int], scale: float) -> None:
 def wall_redundancy(rows: Rows, seeds: Sequence[int], scale: float) -> None:
     # Two turns of 50 s in place of four of 25: half of the Python, and the same lognormal episodes.
     shape = replace(PACED, turns=Constant(2), step_s=Constant(50.0))
-    both = replace(NEEDED, extra_groups=4, extra_members=4)
-    slow, fast = side_by_side(WallJob(shape, NEEDED, both, scale, 0.0, STEPS), seeds)
+    redundant = replace(NEEDED, extra_groups=4, extra_members=4)
+    slow, fast = both(WallJob(shape, NEEDED, redundant, scale, 0.0, STEPS), seeds)
     check([*slow, *fast], NEEDED.group_size, is_synchronous=False)
     row = {"name": "wall: redundancy, 36x12 for 32x8", **over(slow, fast)}
     row |= {"scale": scale, "live_at_take": max(run.live for run in fast)}

@@ -8,18 +8,24 @@ Hardware classes are Ray's custom resources, one a device: `ray start --resource
 of hardware h200; `gpu` are the GPUs that Ray counts itself. Every server takes one CPU besides.
 A Ray that it starts lives in a network of its own, as Ray listens on every address of its host (private_network.py);
 so do the driver's main thread and all that is started from it, until `close`.
-Invariants: what can never be placed is told before anything waits; every question to Ray has a deadline.
+A head that is lost takes nothing along but the power to start processes: servers speak with the driver without it. Ray
+would end the driver after a minute of that, and waits for its head in most calls; it is told not to, and every question
+to it has a deadline here.
+Invariants: what can never be placed is told before anything waits.
 Must not: be imported by anything but cluster.py; leave a Ray that it started running.
 """
 
+import logging
 import os
+import queue
 import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +42,11 @@ from rl_jax.remote.starter import EXIT_S, launched, told
 from rl_jax.settings import ClusterSettings
 
 ASK_S = 5.0  # for an answer that Ray has already
+PLACE_S = 15.0  # for Ray to take an actor
+END_S = 15.0  # for Ray to leave
+FOR_GOOD_S = 7 * 86400  # that Ray waits for a lost head, before it ends this process
+
+log = logging.getLogger(__name__)
 NODES_S = 4.0  # for the nodes of a cluster that was just reached to be known
 
 
@@ -80,8 +91,8 @@ class RayHandle:
 
     def absent(self, waited_s: float) -> str:
         try:
-            free = ray.available_resources()
-        except RayError as error:
+            free = _answer(ray.available_resources, ASK_S)
+        except (OSError, RayError) as error:
             free = {"unknown": str(error)}
         return (
             f"no process of it came to {address_text(*self._expected.listener.address)} within {waited_s:g} s"
@@ -104,7 +115,10 @@ class RayHandle:
         self._expected.withdraw()
         if self._how:
             return None
-        ray.kill(self._actor, no_restart=True)
+        try:
+            _answer(lambda: ray.kill(self._actor, no_restart=True), ASK_S)
+        except (OSError, RayError) as error:
+            log.warning("an actor could not be ended: %s", error)
         ray.wait([self._running], timeout=EXIT_S)
         return None
 
@@ -147,20 +161,7 @@ class RayStarter:
             spec.name, attempt, told(spec, self._settings), by_name=True
         )
         wanted = demand(spec)
-        others = {name: num for name, num in wanted.items() if name not in ("CPU", "GPU")}
         try:
-            actor = (
-                ray.remote(RayHost)
-                .options(
-                    num_cpus=wanted["CPU"],
-                    num_gpus=wanted.get("GPU", 0.0),
-                    resources=others,
-                    max_restarts=0,
-                    max_task_retries=0,
-                    runtime_env={"env_vars": {"PYTHONPATH": clean_environment()["PYTHONPATH"]}},
-                )
-                .remote()
-            )
             words = [
                 f"--connect={self.where}",
                 f"--server={spec.name}",
@@ -170,13 +171,35 @@ class RayStarter:
                 **child_variables(spec.num_devices),
                 SECRET_VARIABLE: self._secret.hex(),
             }
-            running = actor.run.remote(
-                spec.name, spec.program, words, variables, str(self._log_dir.resolve())
-            )
-        except RayError as error:
+            actor, running = _answer(lambda: self._placed(spec, wanted, words, variables), PLACE_S)
+        except (OSError, RayError) as error:
             expected.withdraw()
             raise OSError(f"Ray takes no actor: {_first_line(error)}") from None
         return RayHandle(expected, actor, running, wanted)
+
+    def _placed(
+        self,
+        spec: Spec,
+        wanted: Mapping[str, float],
+        words: Sequence[str],
+        variables: Mapping[str, str],
+    ) -> tuple[Any, Any]:
+        """The actor, and its call that ends with the program."""
+        others = {name: num for name, num in wanted.items() if name not in ("CPU", "GPU")}
+        actor = (
+            ray.remote(RayHost)
+            .options(
+                num_cpus=wanted["CPU"],
+                num_gpus=wanted.get("GPU", 0.0),
+                resources=others,
+                max_restarts=0,
+                max_task_retries=0,
+                runtime_env={"env_vars": {"PYTHONPATH": clean_environment()["PYTHONPATH"]}},
+            )
+            .remote()
+        )
+        log_dir = str(self._log_dir.resolve())
+        return actor, actor.run.remote(spec.name, spec.program, words, variables, log_dir)
 
     def stats(self) -> dict[str, int]:
         return self._listener.stats()
@@ -189,8 +212,11 @@ class RayStarter:
     def close(self) -> None:
         self._listener.close()
         if self._is_ours:
-            ray.shutdown()
             self._is_ours = False
+            try:
+                _answer(ray.shutdown, END_S)
+            except OSError as error:
+                log.warning("%s; what it runs on this host ends with this process", error)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._network is not None:
@@ -199,6 +225,7 @@ class RayStarter:
     def _init(self, demands: Sequence[Mapping[str, float]]) -> None:
         handler = signal.getsignal(signal.SIGTERM)
         give_variable("RAY_USAGE_STATS_ENABLED", "0")
+        give_variable("RAY_gcs_rpc_server_reconnect_timeout_s", str(FOR_GOOD_S))
         quiet: dict[str, Any] = {
             "include_dashboard": False,
             "log_to_driver": False,
@@ -232,6 +259,26 @@ class RayStarter:
             raise OSError(f"there is no Ray at {where}: {_first_line(error)}") from None
         finally:
             signal.signal(signal.SIGTERM, handler)  # Ray puts its own in its place
+
+
+def _answer(question: Callable[[], Any], timeout_s: float) -> Any:
+    """What Ray answers. Raises: OSError where nothing comes in time (the thread that asks is left behind); as asked."""
+    answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            answers.put((question(), None))
+        except Exception as error:  # the boundary to Ray: whatever it is, it is the caller's
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="ray-question", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=timeout_s)
+    except queue.Empty:
+        raise OSError(f"Ray did not answer within {timeout_s:g} s; its head may be lost") from None
+    if error is not None:
+        raise error
+    return answer
 
 
 def _reach(address: str) -> None:

@@ -34,8 +34,15 @@ def make(job: Mapping[str, Any]) -> DecodeServer | PrefillServer:
     serve = schema.build(ServeSettings, job["serve"], "serve", errors)
     assert not errors, errors
 
+    began_s = 0.0
+
     def before_block(engine: FakeEngine) -> None:
-        time.sleep(job["block_s"])
+        nonlocal began_s
+        left_s = (
+            began_s + job["block_s"] - time.monotonic()
+        )  # of the block before, if it was just now
+        time.sleep(left_s if left_s > 0 else job["block_s"])
+        began_s = time.monotonic()
         if engine.num_blocks + 1 == job["die_at_block"]:
             raise RuntimeError(f"told to die at block {engine.num_blocks + 1}")
 

@@ -23,9 +23,8 @@ def made(kit, tmp_path):
     starters = []
 
     def make(address, *hardware, **fields):
-        settings = ClusterSettings(
-            heartbeat_s=0.2, lease_s=kit.LEASE_S, address=address, restarts=100, **fields
-        )
+        fields = {"restarts": 100} | fields
+        settings = ClusterSettings(heartbeat_s=0.2, lease_s=kit.LEASE_S, address=address, **fields)
         specs = [
             replace(fake_spec(f"decode.{i}", "decode", kit.ENGINE, kit.SERVE), hardware=name)
             for i, name in enumerate(hardware)
@@ -125,3 +124,33 @@ def test_no_ray_at_the_address_is_told(made):
     starter, specs, _ = made("127.0.0.1:9", "cpu")
     with pytest.raises(OSError, match="there is no Ray at 127.0.0.1:9"):
         starter.open(specs)
+
+
+def test_head_that_is_lost_takes_no_server_along_and_every_wait_for_it_ends(
+    made, kit, ray_nodes, monkeypatch
+):
+    monkeypatch.setattr(ray_cluster, "PLACE_S", 1.0)
+    monkeypatch.setattr(ray_cluster, "ASK_S", 1.0)
+    ray.shutdown()  # of the shared cluster: this one has a head that may be lost
+    starter, specs, server = made("", "cpu", restarts=1)
+    before = set(psutil.Process().children(recursive=True))
+    starter.open(specs)
+    server.start()
+    try:
+        server.wait_ready(kit.PATIENCE_S)
+        ours = set(psutil.Process().children(recursive=True)) - before
+        (head,) = [process for process in ours if "gcs_server" in process.name()]
+        head.kill()
+        server.stage("v1", 1, 0, {"offset": kit.World.offset(1)})
+        assert server.commit("v1", "recompute", 20.0).version == 1 and server.fenced is None
+        process_of(starter).kill()
+        kit.until(lambda: "was started 2 times" in (server.fenced or ""))
+        assert (
+            "Ray takes no actor: Ray did not answer within 1 s; its head may be lost"
+            in server.fenced
+        )
+    finally:
+        server.close()
+    start = time.monotonic()
+    starter.close()
+    assert time.monotonic() - start < 2 * ray_cluster.END_S and not ray.is_initialized()
