@@ -225,9 +225,13 @@ class ProcessCluster(Cluster):
         """
         cluster, deadline_s = settings.cluster, settings.weights.deadline_s
         specs = [_spec(server, model, settings, template_sha256) for server in plan.servers]
-        stores = [StoreSpec(name=f"store.{i}") for i in range(cluster.stores)]
-        self._specs: Sequence[Spec] = (*specs, *learner_specs(plan, settings))
-        self.starter = starter = make_starter(settings.cluster, log_dir, [*self._specs, *stores])
+        hosts = sorted({spec.hardware for spec in specs if spec.kind == "decode"})
+        stores = [
+            StoreSpec(name=f"store.{i}", hardware=hosts[i % len(hosts)])
+            for i in range(cluster.stores)
+        ]
+        self._specs: Sequence[Spec] = (*specs, *learner_specs(plan, settings), *stores)
+        self.starter = starter = make_starter(settings.cluster, log_dir, self._specs)
         self.commands = starter.commands
         self.stores = [Store(spec, cluster, starter) for spec in stores]
         self.carriers = Carriers(settings.weights.transport, self.stores)

@@ -5,7 +5,8 @@ starter, which connects to the driver over TCP (link.py), and waits for its end:
 server, no weights and no state go through Ray, and Ray restarts nothing: an actor, or its node, that is lost is a
 process that ended, for which lives.py starts another one, wherever Ray places it then.
 Hardware classes are Ray's custom resources, one a device: `ray start --resources='{"h200": 8}'` offers a node to pools
-of hardware h200; `gpu` are the GPUs that Ray counts itself. Every server takes one CPU besides.
+of hardware h200; `gpu` are the GPUs that Ray counts itself. Every server takes one CPU besides. Stores are
+spread over their nodes.
 A Ray that it starts lives in a network of its own, as Ray listens on every address of its host (private_network.py);
 so do the driver's main thread and all that is started from it, until `close`.
 A head that is lost takes nothing along but the power to start processes: servers speak with the driver without it. Ray
@@ -37,13 +38,14 @@ from rl_jax.child import SECRET_VARIABLE, clean_environment, exit_text, give_var
 from rl_jax.remote.link import address_of, address_text, new_secret
 from rl_jax.remote.listener import Expected, Listener
 from rl_jax.remote.private_network import PrivateNetwork
-from rl_jax.remote.spec import Spec
+from rl_jax.remote.spec import Spec, StoreSpec
 from rl_jax.remote.starter import EXIT_S, launched, told
 from rl_jax.settings import ClusterSettings
 
 ASK_S = 5.0  # for an answer that Ray has already
 PLACE_S = 15.0  # for Ray to take an actor
 END_S = 15.0  # for Ray to leave
+TRACE = 0.001  # of a resource
 FOR_GOOD_S = 7 * 86400  # that Ray waits for a lost head, before it ends this process
 
 log = logging.getLogger(__name__)
@@ -70,10 +72,11 @@ class RayHost:
 
 
 def demand(spec: Spec) -> dict[str, float]:
-    """What a server takes, by Ray's names."""
+    """What a process takes, by Ray's names; a store a trace of what its servers do, so that it comes to their nodes."""
     out = {"CPU": 1.0}
     if spec.hardware != "cpu":
-        out["GPU" if spec.hardware == "gpu" else spec.hardware] = float(spec.num_devices)
+        num = TRACE if isinstance(spec, StoreSpec) else float(spec.num_devices)
+        out["GPU" if spec.hardware == "gpu" else spec.hardware] = num
     return out
 
 
@@ -194,6 +197,7 @@ class RayStarter:
                 resources=others,
                 max_restarts=0,
                 max_task_retries=0,
+                scheduling_strategy="SPREAD" if isinstance(spec, StoreSpec) else "DEFAULT",
                 runtime_env={"env_vars": {"PYTHONPATH": clean_environment()["PYTHONPATH"]}},
             )
             .remote()

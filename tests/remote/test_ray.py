@@ -8,7 +8,10 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from rl_jax.remote.carriers import Carriers
 from rl_jax.remote.server import RemoteDecodeServer
+from rl_jax.remote.spec import StoreSpec
+from rl_jax.remote.store import Store
 from rl_jax.settings import ClusterSettings
 from rl_jax.testing.fake_servers import fake_spec
 
@@ -22,13 +25,14 @@ def made(kit, tmp_path):
     """made(address, hardware, ..) -> (starter, specs); closed at the end."""
     starters = []
 
-    def make(address, *hardware, **fields):
+    def make(address, *hardware, store="", **fields):
         fields = {"restarts": 100} | fields
         settings = ClusterSettings(heartbeat_s=0.2, lease_s=kit.LEASE_S, address=address, **fields)
         specs = [
             replace(fake_spec(f"decode.{i}", "decode", kit.ENGINE, kit.SERVE), hardware=name)
             for i, name in enumerate(hardware)
         ]
+        specs += [StoreSpec(name="store.0", hardware=store)] if store else []
         starters.append(ray_cluster.RayStarter(settings, tmp_path, specs))
         server = RemoteDecodeServer(specs[0], settings, tmp_path, 20.0, starters[-1])
         return starters[-1], specs, server
@@ -38,8 +42,8 @@ def made(kit, tmp_path):
         starter.close()
 
 
-def process_of(starter) -> psutil.Process:
-    words = {"--server=decode.0", f"--connect={starter.where}"}
+def process_of(starter, name="decode.0") -> psutil.Process:
+    words = {f"--server={name}", f"--connect={starter.where}"}
     running = psutil.process_iter(["cmdline"])
     return next(p for p in running if words <= set(p.info["cmdline"] or ()))
 
@@ -102,6 +106,27 @@ def test_server_is_where_its_hardware_is_and_lives_on_when_actor_and_node_are_lo
     finally:
         server.close()
     kit.until(lambda: not last.is_running())
+
+
+def test_store_comes_to_its_servers_node_and_takes_a_version_once(made, kit, ray_nodes):
+    starter, specs, server = made(ray_nodes.address, "h200", store="h200")
+    store = Store(specs[-1], starter._settings, starter)
+    carriers = server._carriers = Carriers("store", [store])
+    starter.open(specs)
+    for part in (store, server):
+        part.start()
+    try:
+        for part in (store, server):
+            part.wait_ready(kit.PATIENCE_S)
+        raylet = ray_nodes.second.all_processes["raylet"][0].process.pid
+        assert raylet in [parent.pid for parent in process_of(starter, "store.0").parents()]
+        offset = kit.World.offset(1)
+        assert server.stage("v1", 1, 0, {"offset": offset}) == offset.nbytes
+        assert server.commit("v1", "recompute", 20.0).version == 1
+    finally:
+        server.close()
+        store.close()
+        carriers.close()
 
 
 def test_ray_of_this_host_alone_is_started_with_what_the_plan_takes_and_ended(made):
