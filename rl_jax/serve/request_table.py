@@ -463,8 +463,7 @@ class RequestTable:
     def _share(self, session: Session) -> None:
         """Others, and the session's next turn, may read the KV that the slot has."""
         if session.slot is not None and session.kv_tokens:
-            session.listed = session.origin
-            self.paging.share(session.slot, session.listed, session.tokens[: session.kv_tokens])
+            self.paging.share(session.slot, session.list_kv(), session.tokens[: session.kv_tokens])
 
     def _leave(self, turn: ActiveTurn, keeps: bool) -> None:
         """The turn gives up its slot and pages; keeps: its KV is worth to be listed."""

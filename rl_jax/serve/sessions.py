@@ -33,6 +33,10 @@ class Session:
         self.computed = 0  # tokens whose KV was computed before, perhaps under another version
         self.slot: int | None = None
         self.listed: Origin | None = None  # where its KV was listed last
+        self._listed_versions = (
+            -1,
+            -1,
+        )  # oldest and newest of what was listed for this session alone
         self.released = False
         self.turn: ActiveTurn | None = None
 
@@ -59,8 +63,17 @@ class Session:
     def found_kv(self, num_tokens: int, origin: Origin) -> None:
         """KV of the first num_tokens tokens was found, listed under this origin."""
         self.kv_tokens = num_tokens
-        if origin.owner is None:  # else it is this session's own, whose versions are known
+        if origin.owner is None:
             self.kv_oldest = self.kv_newest = origin.version
+        else:  # it is this session's own
+            self.kv_oldest, self.kv_newest = self._listed_versions
+
+    def list_kv(self) -> Origin:
+        """The KV is listed from now on; what it is listed under."""
+        self.listed = self.origin
+        if self.listed.owner is not None:
+            self._listed_versions = (self.kv_oldest, self.kv_newest)
+        return self.listed
 
     @property
     def origin(self) -> Origin:

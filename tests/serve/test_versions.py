@@ -2,7 +2,11 @@
 
 import threading
 
+import numpy as np
 import pytest
+
+from rl_jax.engine.prefix_tree import Origin
+from rl_jax.serve.sessions import Session
 
 
 def spans(turn):
@@ -227,3 +231,20 @@ def test_no_lock_is_held_while_it_computes(kit):
     assert not future.done()
     d.gate.open()
     future.result(kit.PATIENCE_S)
+
+
+def test_mixed_kv_that_is_found_again_is_mixed_whatever_was_computed_meanwhile():
+    """Listed under two versions, dropped, computed anew under one, dropped again: what is found is the old KV."""
+    session = Session("s", 64)
+    session.set_context(np.arange(40, dtype=np.int32))
+    session.wrote_kv(16, version=3)
+    session.wrote_kv(32, version=5)
+    listed = session.list_kv()
+    session.drop_kv()
+    session.wrote_kv(8, version=5)
+    assert not session.is_mixed(5)
+    session.drop_kv()
+    session.found_kv(32, listed)
+    assert session.is_mixed(5) and session.origin == listed
+    session.found_kv(32, Origin(5, owner=None))
+    assert not session.is_mixed(5)
