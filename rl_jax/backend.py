@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 
 DEVICE_FLAG = "--xla_force_host_platform_device_count"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+BACKENDS = {"gpu": "cuda"}  # mesh.platform -> JAX's name, where they differ
 FUSION_FLAG = "--xla_cpu_experimental_ynn_fusion_type"
 SOUND_FUSIONS = (0, 11, 2)  # jaxlib
 
@@ -66,14 +68,16 @@ def use_platform(platform: str) -> None:
     if not platform:
         return
     asked = os.environ.get("JAX_PLATFORMS", "").replace(" ", "").lower()
-    if asked and asked.partition(",")[0] != platform:  # JAX takes the first one as its default
+    name = BACKENDS.get(platform, platform)
+    # JAX takes the first one as its default.
+    if asked and asked.partition(",")[0] not in (platform, name):
         raise BackendError(
             f"mesh.platform={platform} contradicts JAX_PLATFORMS={asked}: unset JAX_PLATFORMS, or let it choose with"
             " --config.mesh.platform= and a mesh that fits its devices"
         )
-    os.environ["JAX_PLATFORMS"] = asked or platform
+    os.environ["JAX_PLATFORMS"] = asked or name
     if jax := sys.modules.get("jax"):  # a notebook imported it already: the variable comes too late
-        jax.config.update("jax_platforms", asked or platform)
+        jax.config.update("jax_platforms", asked or name)
         if (found := jax.default_backend()) != platform:
             raise BackendError(
                 f"mesh.platform={platform}, but JAX was started on {found} in this process before; start another one,"
@@ -81,13 +85,30 @@ def use_platform(platform: str) -> None:
             )
 
 
-def child_variables(num_devices: int) -> dict[str, str]:
+def child_variables(num_devices: int, platform: str = "cpu") -> dict[str, str]:
     """What a process that this one starts must find in its environment, so that its programs are compiled as ours, and
-    kept in the same cache, for `num_devices` simulated CPU devices of its own."""
-    out = {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))}
+    kept in the same cache: for `num_devices` simulated CPU devices of its own, or for the GPUs that it sees."""
+    names = ("JAX_", "XLA_") if platform == "cpu" else ("JAX_", "XLA_", "NCCL_")
+    out = {name: value for name, value in os.environ.items() if name.startswith(names)}
     flags = [f for f in out.get("XLA_FLAGS", "").split() if not f.startswith(DEVICE_FLAG)]
-    simulated = " ".join([*flags, f"{DEVICE_FLAG}={num_devices}"])
-    return out | {"XLA_FLAGS": simulated, "JAX_PLATFORMS": "cpu"}
+    if platform == "cpu":
+        flags.append(f"{DEVICE_FLAG}={num_devices}")
+    return out | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": BACKENDS.get(platform, platform)}
+
+
+def given_gpus() -> dict[str, str]:
+    """The variable that says which GPUs whoever started this process gave it, if any."""
+    return {name: os.environ[name] for name in (VISIBLE_GPUS,) if name in os.environ}
+
+
+def host_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES could name: what it names, else the numbers of this host's GPUs."""
+    if (named := os.environ.get(VISIBLE_GPUS)) is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    found = sorted(
+        int(path.name[6:]) for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()
+    )
+    return [str(number) for number in found]
 
 
 def only_simulate(num_devices: int) -> None:

@@ -323,6 +323,8 @@ def learner_specs(plan: MeshPlan, settings: Settings) -> Sequence[Spec]:
         Spec(
             name=f"learner.{rank}",
             num_devices=each,
+            platform=settings.mesh.platform,
+            devices=tuple(train.devices[rank * each : (rank + 1) * each]),
             hardware=train.hardware,
             program=LEARNER_PROGRAM,
         )
@@ -354,4 +356,6 @@ def _spec(server: ServerPlan, model: Model, settings: Settings, template_sha256:
             "template_sha256": template_sha256,
         },
         num_devices=len(server.devices),
+        platform=settings.mesh.platform,
+        devices=tuple(server.devices),
     )

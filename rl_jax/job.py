@@ -51,7 +51,7 @@ from rl_jax.preflight import (
     prepare_tasks,
     present_devices,
 )
-from rl_jax.preflight_cluster import check_addresses, check_backend
+from rl_jax.preflight_cluster import check_addresses, check_backend, check_gpus
 from rl_jax.preflight_model import check_weights, history_notes
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
@@ -119,6 +119,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         check_backend(settings.cluster.backend)
         if not options.dry_run:
             check_addresses(settings.cluster)
+            check_gpus(plan, settings)
         meshes = build_meshes(plan, present_devices(plan, "cpu" if options.dry_run else None))
         settings = load_plugin(settings, resolve, parsed.chosen)
         if options.mode == "eval":

@@ -24,8 +24,9 @@ from rl_jax.names import resolve
 from rl_jax.progress import Progress
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.run_dir import check_usable
-from rl_jax.settings import MeshSettings, ModelSettings
+from rl_jax.settings import Settings
 from rl_jax.signals import Preempted, on_signal, stop_at_once
+from rl_jax.validate_cluster import drives_from_cpu
 
 EXIT_CONFIG, EXIT_PREEMPTED, EXIT_INTERRUPT = 2, 75, 130
 
@@ -54,7 +55,7 @@ def _main(argv: Sequence[str]) -> int:
             check_usable(options.run_dir, is_held=not options.dry_run)
         if settings.metrics.progress == "rich" and (why := live_view.missing()):
             raise config.ConfigError([why])
-        _set_backend(settings.mesh, settings.model, options.dry_run)
+        _set_backend(settings, options.dry_run)
     except (config.ConfigError, resume.RunDirError, backend.BackendError) as error:
         return _tell(error, EXIT_CONFIG)
     progress = Progress(settings.steps, settings.metrics.progress, settings.metrics.heartbeat_s)
@@ -80,15 +81,18 @@ def _main(argv: Sequence[str]) -> int:
         progress.close()
 
 
-def _set_backend(mesh: MeshSettings, model: ModelSettings, dry_run: bool = False) -> None:
-    """Tell JAX, before its import, which backend and how many simulated devices: in a dry run as many as the plan
-    needs, whatever the machine has. Raises BackendError."""
-    plan = MeshPlan.from_settings(mesh, model)
+def _set_backend(settings: Settings, dry_run: bool = False) -> None:
+    """Tell JAX, before its import, which backend and how many simulated devices: in a dry run, and where the real ones
+    are other processes', as many as the plan needs, whatever the machine has. Raises BackendError."""
+    mesh = settings.mesh
+    plan = MeshPlan.from_settings(mesh, settings.model)
     backend.avoid_broken_fusions()
-    if mesh.platform == "cpu" or all(pool.hardware == "cpu" for pool in plan.pools):
-        backend.simulate_cpu_devices(plan.num_devices)  # on an accelerator this changes nothing
-    backend.use_platform(mesh.platform)
-    if dry_run:
+    takes_devices = not drives_from_cpu(settings)
+    if takes_devices:
+        if mesh.platform == "cpu" or all(pool.hardware == "cpu" for pool in plan.pools):
+            backend.simulate_cpu_devices(plan.num_devices)  # on an accelerator this changes nothing
+        backend.use_platform(mesh.platform)
+    if dry_run or not takes_devices:
         backend.only_simulate(plan.num_devices)
     backend.enable_compile_cache()
 

@@ -6,9 +6,12 @@ Must not: start or keep anything (a socket that was opened to look is closed aga
 import importlib.util
 import socket
 
+from rl_jax.backend import VISIBLE_GPUS, host_gpus
 from rl_jax.config import ConfigError
+from rl_jax.mesh import MeshPlan
 from rl_jax.remote.private_network import refusal
-from rl_jax.settings import ClusterSettings
+from rl_jax.settings import ClusterSettings, Settings
+from rl_jax.validate_cluster import drives_from_cpu
 
 CONNECT_S = 5.0  # for a Ray cluster's head to accept a connection
 
@@ -19,6 +22,19 @@ def check_backend(backend: str) -> None:
         raise ConfigError(
             [
                 "cluster.backend=ray needs Ray, which is not installed; pip install -e '.[ray]', or use another backend"
+            ]
+        )
+
+
+def check_gpus(plan: MeshPlan, settings: Settings) -> None:
+    """Raises ConfigError where processes of this host are to take GPUs that it has not."""
+    is_here = settings.cluster.backend == "local" and drives_from_cpu(settings)
+    if is_here and plan.num_devices > (num := len(host_gpus())):
+        raise ConfigError(
+            [
+                f"mesh {plan.name} takes {plan.num_devices} GPUs, and this host has {num} ({VISIBLE_GPUS} and"
+                " /dev/nvidia*); use a mesh that fits, mesh.platform=cpu for simulated devices, or cluster.backend=ray"
+                " or external for several hosts"
             ]
         )
 

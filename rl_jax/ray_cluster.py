@@ -33,7 +33,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rl_jax.backend import child_variables
+from rl_jax.backend import child_variables, given_gpus
 from rl_jax.child import SECRET_VARIABLE, clean_environment, exit_text, give_variable
 from rl_jax.remote.link import address_of, address_text, new_secret
 from rl_jax.remote.listener import Expected, Listener
@@ -64,6 +64,7 @@ class RayHost:
         log_dir: str,
     ) -> str:
         """Start the program, and wait until it has ended, which it does with its link. Returns: how it ended."""
+        variables = {**variables, **given_gpus()}
         words = [*words, f"--parent={os.getpid()}"]
         process, output = launched(name, program, words, variables, Path(log_dir))
         code = process.wait()
@@ -73,10 +74,12 @@ class RayHost:
 
 def demand(spec: Spec) -> dict[str, float]:
     """What a process takes, by Ray's names; a store a trace of what its servers do, so that it comes to their nodes."""
+    num = TRACE if isinstance(spec, StoreSpec) else float(spec.num_devices)
     out = {"CPU": 1.0}
-    if spec.hardware != "cpu":
-        num = TRACE if isinstance(spec, StoreSpec) else float(spec.num_devices)
-        out["GPU" if spec.hardware == "gpu" else spec.hardware] = num
+    if spec.hardware not in ("cpu", "gpu"):
+        out[spec.hardware] = num
+    if spec.hardware == "gpu" or spec.platform == "gpu":
+        out["GPU"] = num
     return out
 
 
@@ -171,7 +174,7 @@ class RayStarter:
                 f"--attempt={attempt}",
             ]
             variables = {
-                **child_variables(spec.num_devices),
+                **child_variables(spec.num_devices, spec.platform),
                 SECRET_VARIABLE: self._secret.hex(),
             }
             actor, running = _answer(lambda: self._placed(spec, wanted, words, variables), PLACE_S)

@@ -81,7 +81,7 @@ class MeshSettings:
     # (logical axis, mesh axis or axes)
     rules_train: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
     rules_serve: tuple[tuple[str, str | tuple[str, ...]], ...] = ()
-    # the JAX backend: "" = whatever JAX finds, "cpu" = the CPU with simulated devices
+    # the JAX backend: "" = whatever JAX finds, "cpu" = the CPU with simulated devices, "gpu" = GPUs
     platform: str = ""
 
 

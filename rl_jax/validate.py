@@ -174,7 +174,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.param_dtype": ("float32", "bfloat16"),
     "model.activation": ACTIVATIONS,
     "model.rope.scaling": tuple(ROPE_FIELDS),
-    "mesh.platform": ("", "cpu"),
+    "mesh.platform": ("", "cpu", "gpu"),
     "tasks.curriculum.name": ("none", "dump"),
     "rollout.age_of": AGE_OF,
     "rollout.staleness_policy": POLICIES,

@@ -15,6 +15,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LISTENING = ("external", "ray")  # values of cluster.backend whose processes come over TCP
 
 
+def drives_from_cpu(s: Settings) -> bool:
+    """Whether all that needs a GPU is a process of its own, so that the driver takes none."""
+    is_elsewhere = s.cluster.backend != "inproc" and s.cluster.learner_processes > 0
+    return s.mesh.platform == "gpu" and is_elsewhere
+
+
 def _transport(s: Settings) -> Iterator[str]:
     c, transport = s.cluster, s.weights.transport
     if c.backend == "inproc" and transport in ELSEWHERE:
@@ -59,11 +65,13 @@ def cluster_errors(s: Settings) -> Iterator[str]:
         yield from _learner_processes(s)
     elif c.backend == "inproc":
         return
-    if s.mesh.platform != "cpu":
+    if s.mesh.platform != "cpu" and not drives_from_cpu(s):
         what = f"backend={c.backend}" if c.backend != "inproc" else "learner_processes"
         yield (
-            f"cluster.{what} gives each process simulated CPU devices of its own, which this mesh does not ask for; use"
-            " mesh.platform=cpu, or cluster.backend=inproc and cluster.learner_processes=0"
+            f"cluster.{what} gives each process devices of its own: simulated ones with mesh.platform=cpu, or GPUs with"
+            " mesh.platform=gpu, where the driver must have none: cluster.backend other than inproc and"
+            " cluster.learner_processes of at least 1; use one of these, or cluster.backend=inproc and"
+            " cluster.learner_processes=0"
         )
     if s.serve.pd_balance == "auto" and c.backend != "inproc":
         yield (

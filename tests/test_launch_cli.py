@@ -77,13 +77,13 @@ def test_platform_of_the_environment_is_not_overridden(tmp_path, capsys, monkeyp
 def test_mesh_for_simulated_devices_asks_for_the_cpu(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     assert parse([]).settings.mesh.platform == "cpu"
-    launch._set_backend(parse([]).settings.mesh, parse([]).settings.model)
+    launch._set_backend(parse([]).settings)
     assert os.environ["JAX_PLATFORMS"] == "cpu"
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     for words in (["--mesh=one_device"], ["--config.mesh.platform="]):
-        mesh = parse(words).settings.mesh
-        launch._set_backend(mesh, parse(words).settings.model)
-        assert (mesh.platform, os.environ["JAX_PLATFORMS"]) == ("", "cuda")
+        settings = parse(words).settings
+        launch._set_backend(settings)
+        assert (settings.mesh.platform, os.environ["JAX_PLATFORMS"]) == ("", "cuda")
 
 
 @pytest.mark.slow  # a process that imports jax

@@ -225,8 +225,11 @@ def refused(*words):
 def test_servers_as_processes_need_the_cpu_and_a_lease_of_some_heartbeats():
     local = "--config.cluster.backend=local"
     assert config.parse([local]).settings.cluster.backend == "local"
-    (error,) = refused(local, "--config.mesh.platform=")
-    assert "use mesh.platform=cpu, or cluster.backend=inproc" in error
+    for platform in ("", "gpu"):
+        (error,) = refused(local, f"--config.mesh.platform={platform}")
+        assert "simulated ones with mesh.platform=cpu, or GPUs with mesh.platform=gpu" in error
+    learner, gpu = "--config.cluster.learner_processes=1", "--config.mesh.platform=gpu"
+    assert config.parse([local, learner, gpu]).settings.mesh.platform == "gpu"
     (error,) = refused(local, "--config.cluster.lease_s=2")
     assert "cluster.lease_s=2 is less than three times cluster.heartbeat_s=1" in error
     assert (

@@ -20,6 +20,8 @@ class Spec:
     name: str  # decode.0
     program: str
     num_devices: int = 1
+    platform: str = "cpu"  # simulated devices of its own | gpu: GPUs that no other process gets
+    devices: tuple[int, ...] = ()  # their numbers in the plan
     hardware: str = "cpu"
     factory: str = ""  # "module:attribute": job -> what is built in the process
     job: Mapping[str, Any] = field(default_factory=dict)  # as JSON

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_jax.backend import child_variables
+from rl_jax.backend import VISIBLE_GPUS, child_variables, host_gpus
 from rl_jax.child import SECRET_VARIABLE, Log, clean_environment, exit_text, take_variable
 from rl_jax.remote.link import address_text, new_secret, secret_of, write_secret
 from rl_jax.remote.listener import Expected, Listener
@@ -135,7 +135,10 @@ class Child:
             "parent": os.getpid(),
         }
         with theirs:
-            variables, fds = child_variables(spec.num_devices), [theirs.fileno()]
+            variables, fds = child_variables(spec.num_devices, spec.platform), [theirs.fileno()]
+            if spec.platform == "gpu":
+                gpus = host_gpus()
+                variables[VISIBLE_GPUS] = ",".join(gpus[number] for number in spec.devices)
             self._process, self._log = launched(
                 spec.name, spec.program, [json.dumps(line)], variables, log_dir, fds
             )
@@ -276,7 +279,7 @@ class ExternalStarter:
 
     def _command(self, spec: Spec) -> str:
         """For a shell, on any machine that has this code, and reads the file of the secret."""
-        variables = child_variables(spec.num_devices)
+        variables = child_variables(spec.num_devices, spec.platform)
         words = [f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items())]
         words += [
             "python",

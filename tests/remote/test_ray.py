@@ -12,7 +12,7 @@ from rl_jax.remote.carriers import Carriers
 from rl_jax.remote.server import RemoteDecodeServer
 from rl_jax.remote.spec import StoreSpec
 from rl_jax.remote.store import Store
-from rl_jax.settings import ClusterSettings
+from rl_jax.settings import ClusterSettings, EngineSettings, ServeSettings
 from rl_jax.testing.fake_servers import fake_spec
 
 pytestmark = pytest.mark.slow(seconds=40)
@@ -179,3 +179,12 @@ def test_head_that_is_lost_takes_no_server_along_and_every_wait_for_it_ends(
     start = time.monotonic()
     starter.close()
     assert time.monotonic() - start < 2 * ray_cluster.END_S and not ray.is_initialized()
+
+
+def test_a_process_with_gpus_takes_them_of_ray_beside_its_hardwares_resource():
+    spec = fake_spec("decode.0", "decode", EngineSettings(), ServeSettings())
+    four = replace(spec, num_devices=4, platform="gpu", devices=(4, 5, 6, 7))
+    assert ray_cluster.demand(four) == {"CPU": 1.0, "GPU": 4.0}
+    assert ray_cluster.demand(replace(four, hardware="gpu")) == {"CPU": 1.0, "GPU": 4.0}
+    both = {"CPU": 1.0, "GPU": 4.0, "h200": 4.0}
+    assert ray_cluster.demand(replace(four, hardware="h200")) == both
