@@ -22,6 +22,10 @@ enable_compile_cache(Path(__file__).resolve().parents[1] / ".cache" / "xla")
 
 def pytest_addoption(parser):
     parser.addoption("--cases", help="a file of worked cases for tests/algorithms/test_cases.py")
+    parser.addoption("--sandboxes", help="more of them, comma-separated, for tests/sandbox")
+    parser.addoption(
+        "--num_sandboxes", default=50, help="in sequence, in tests/sandbox/test_run.py"
+    )
     parser.addoption("--failures", default=6, help="of servers, in tests/remote/test_storm.py")
 
 
