@@ -64,6 +64,11 @@ from any step makes an episode whose reward is "env" unscored, and what is unsco
 failure of the environment, and rollout.max_env_failures of them in a row end the run. Where the task source names a
 scorer, rewards of steps may be None. reset() gives no reward.
 
+Roles: StepResult.to_agent says which role the next turn is of, where the policy plays several in one conversation (both
+sides of a game). What a role gets goes into info["reward/ROLE"]; the last value of an episode counts, and becomes the
+part of the reward that algorithms by role train the role's turns on. Without it a role gets the rewards of its own
+turns.
+
 Environment variables: a worker sees those of rl_jax/child.py INHERITED (PATH, HOME and seven more), so that
 no token or key of the driver's reaches an environment by accident, and there is no setting that adds one. What an
 environment needs goes through the task source's config, which tasks(cfg, split) puts into each Task's payload:
@@ -80,7 +85,12 @@ from typing import Any
 ENVS: dict[str, str] = {
     "calculator": "envs.calculator:Calculator",
     "frozen_lake": "envs.frozen_lake:FrozenLake",
+    "gymnasium": "envs.gymnasium:Gymnasium",
+    "maze": "envs.maze:Maze",
     "reasoning_gym": "envs.reasoning_gym:ReasoningGym",
+    "sokoban": "envs.sokoban:Sokoban",
+    "textarena": "envs.textarena:TextArena",
+    "two_player": "envs.two_player:TwoPlayer",
 }
 
 

@@ -14,6 +14,9 @@ Maps come from one seeded sequence of distinct solvable maps whose shortest path
     eval    the same maps again, as eval_episodes tasks
     unseen  the next num_maps, disjoint from the training maps by content, as eval_episodes tasks
 
+reset_latency and step_latency make each call take a while, as latency.py says: what a browser or a remote machine
+would do to the rollout, by a seed.
+
 Must not: keep anything between episodes.
 """
 
@@ -21,13 +24,14 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from envs import read_config
+from envs.latency import Latency, read_latency
 from rl_jax.types import Action, Message, StepResult, Task
 
 MOVES = "LDRU"  # index = gymnasium's action
@@ -50,8 +54,11 @@ class FrozenLakeConfig:
     is_slippery: bool = False  # a move then goes astray two times out of three
     eval_episodes: int = 64  # tasks of the splits eval and unseen
     instructions: str = INSTRUCTIONS  # "" = the grid alone
+    reset_latency: Mapping[str, Any] = field(default_factory=dict)  # as latency.py; {} = none
+    step_latency: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
+        read_latency(self.reset_latency), read_latency(self.step_latency)
         if self.num_maps < 1 or self.map_size < 2 or self.eval_episodes < 1:
             raise ValueError(
                 f"frozen_lake: num_maps={self.num_maps} and eval_episodes={self.eval_episodes} must be at least 1 and "
@@ -77,6 +84,7 @@ class FrozenLake:
         self._env: gymnasium.Env | None = None
         self._invalid_moves = 0
         self._is_solving: bool | None = None  # whether this episode's script is the solution
+        self._step_latency, self._waits = Latency(), random.Random(0)
 
     @classmethod
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
@@ -92,9 +100,12 @@ class FrozenLake:
         return [_task(config, split, i, maps[i % len(maps)]) for i in range(count)]
 
     def reset(self, task: Task, seed: int) -> StepResult:
-        """The first grid. `seed` decides where a slippery move goes."""
+        """The first grid. `seed` decides where a slippery move goes, and how long the calls take."""
         self.close()
         payload = task.payload
+        self._waits = random.Random(f"{seed}/{task.id}")
+        self._step_latency = read_latency(payload["step_latency"])
+        read_latency(payload["reset_latency"]).wait(self._waits)
         self._env = gymnasium.make(
             "FrozenLake-v1",
             desc=list(payload["map"]),
@@ -111,6 +122,7 @@ class FrozenLake:
 
     def step(self, action: Action) -> StepResult:
         """One move. The last result of an episode (done) has no message: nobody reads it."""
+        self._step_latency.wait(self._waits)
         move = parse_move(action.text)
         reward, done = 0.0, False
         if move is None:
@@ -215,6 +227,8 @@ def _task(config: FrozenLakeConfig, split: str, i: int, rows: tuple[str, ...]) -
             "map": list(rows),
             "is_slippery": config.is_slippery,
             "instructions": config.instructions,
+            "reset_latency": dict(config.reset_latency),
+            "step_latency": dict(config.step_latency),
         },
         reward="env",
         max_turns=config.max_turns,

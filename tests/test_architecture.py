@@ -112,6 +112,7 @@ ONLY_IN = {
     "optax": {"rl_jax/learner"},
     "grain": {"rl_jax/rollout", "rl_jax/data"},
     "gymnasium": {"envs"},
+    "textarena": {"envs/textarena.py"},
     "reasoning_gym": {"envs"},
     "ml_collections": {"rl_jax/config.py", "rl_jax/overrides.py", "rl_jax/configs", "mesh_configs"},
     "rich": {"rl_jax/live_view.py"},
@@ -557,7 +558,7 @@ DISTRIBUTION = {"ml_collections": "ml-collections", "absl": "absl-py", "reasonin
 
 
 # Imported by one file each, and told where they are missing.
-EXTRAS = {"jetstream": "google-jetstream", "ray": "ray", "rich": "rich"}
+EXTRAS = {"jetstream": "google-jetstream", "ray": "ray", "rich": "rich", "textarena": "textarena"}
 
 
 def test_dependencies_are_what_is_imported():

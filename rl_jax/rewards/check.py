@@ -12,12 +12,14 @@ Only a scored reward has a value. Must not: call a scorer.
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rl_jax.types import Reward
 
 ENV_SCORER = "env"  # scorer_version of rewards that are the environment's own
+ROLE_PREFIX = "reward/"  # of a key of StepResult.info that says what a role of the episode got
 REMEDY = "give StepResult a reward in every step(), 0.0 for none, or name a scorer as the task source's reward"
 
 
@@ -92,6 +94,18 @@ def from_steps(step_rewards: Sequence[float | None]) -> Reward:
         )
     total = math.fsum(values)
     return Reward(total, {"env": total}, tuple(values), "scored", ENV_SCORER)
+
+
+def with_roles(reward: Reward, info: Mapping[str, float]) -> Reward:
+    """A scored reward with what the environment's info says that each role got, as parts of the roles' names."""
+    if reward.status != "scored":
+        return reward
+    own = {
+        name.removeprefix(ROLE_PREFIX): float(value)
+        for name, value in info.items()
+        if name.startswith(ROLE_PREFIX)
+    }
+    return replace(reward, parts={**own, **reward.parts})
 
 
 def show(value: Any) -> str:

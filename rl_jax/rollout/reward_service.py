@@ -3,8 +3,9 @@
 Owns: the way of an episode to its reward, and the Failure that stands for a missing one (charged to infra, ERRORED in
 the ledger). What counts as a reward is decided in rewards/check.py: `scored` is a finite number (0.0 and -0.0 too),
 `schema` anything else, `error` an exception, `timeout` no answer; only `scored` has a value.
-task.reward "env" is the sum of the environment's step rewards; any other name is a scorer that runs in the pool's
-processes, and its reward keeps the environment's sum beside it: parts {"env": sum, name: value}.
+task.reward "env" is the sum of the environment's step rewards, with what info["reward/ROLE"] says as the roles' parts;
+any other name is a scorer that runs in the pool's processes, and its reward keeps the environment's sum beside it:
+parts {"env": sum, name: value}.
 Must not: block the event loop, or wait without a deadline.
 """
 
@@ -12,7 +13,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
-from rl_jax.rewards.check import ENV_SCORER, checked, failed, from_steps
+from rl_jax.rewards.check import ENV_SCORER, checked, failed, from_steps, with_roles
 from rl_jax.settings import RewardSettings, RolloutSettings
 from rl_jax.types import EpisodeView, Failure, Reward, Task
 
@@ -31,7 +32,7 @@ class RewardService:
 
     async def score(self, task: Task, view: EpisodeView) -> tuple[Reward, Failure | None]:
         """The reward of a closed episode; the Failure says why it has no value."""
-        reward = from_steps(view.step_rewards)
+        reward = with_roles(from_steps(view.step_rewards), view.info)
         if task.reward != ENV_SCORER:
             reward = await self._scorer_reward(task, view, reward)
         if reward.status == "scored":

@@ -10,6 +10,7 @@ import json
 import random
 import textwrap
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -45,6 +46,11 @@ CASES = {
         "eval",
         {"num_tasks": 20, "eval_size": 8, "answer_by": "submit", "call_operators": 0},
     ),
+    "gymnasium": Case("gymnasium", "eval", {"id": "Taxi-v4", "num_tasks": 12, "eval_size": 4}),
+    "maze": Case("maze", "eval"),
+    "sokoban": Case("sokoban", "eval", {"level": 4, "num_tasks": 12, "eval_size": 4}),
+    "textarena": Case("textarena", "eval", {"id": "LightsOut-v0", "split_by": "observation"}),
+    "two_player": Case("two_player", "eval", {"opponent": "perfect"}),
     "echo": Case("rl_jax.testing.envs:EchoEnv", "eval"),
     "chain_sum": Case("reasoning_gym", "eval", {"dataset": "chain_sum", "bare": True, "size": 100}),
     "countdown": Case("reasoning_gym", "eval", {"dataset": "countdown", "size": 5, "eval_size": 3}),
@@ -59,10 +65,15 @@ CASES = {
         },
     ),
 }
-# Importing reasoning_gym takes seconds.
+# Importing reasoning_gym takes seconds; textarena is an extra.
+MARKS = {
+    "reasoning_gym": [pytest.mark.slow],
+    "textarena": [
+        pytest.mark.skipif(not find_spec("textarena"), reason="needs the extra textarena")
+    ],
+}
 PARAMS = [
-    pytest.param(case, id=name, marks=[pytest.mark.slow] if case.env == "reasoning_gym" else [])
-    for name, case in CASES.items()
+    pytest.param(case, id=name, marks=MARKS.get(case.env, [])) for name, case in CASES.items()
 ]
 GARBAGE = [
     "",

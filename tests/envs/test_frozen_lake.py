@@ -12,6 +12,7 @@ ROWS = ["SFFF", "FHFH", "FFFH", "HFFG"]
 
 def lake(rows=ROWS, instructions="", is_slippery=False):
     payload = {"map": rows, "is_slippery": is_slippery, "instructions": instructions}
+    payload |= {"reset_latency": {}, "step_latency": {}}
     return Task("t", "frozen_lake", "frozen_lake", (), payload, "env", 10)
 
 
@@ -148,3 +149,24 @@ def test_skill_is_the_share_of_solved_episodes():
 def test_impossible_settings_are_told_with_the_numbers(config, message):
     with pytest.raises(ValueError, match=message):
         FrozenLake.tasks(config, "train")
+
+
+def test_calls_take_what_the_latency_says(monkeypatch):
+    waits = []
+    monkeypatch.setattr("envs.latency.time.sleep", waits.append)
+    slow = {"kind": "lognormal", "mean_s": 0.2, "std_s": 0.1}
+    config = {"reset_latency": {"mean_s": 0.5}, "step_latency": slow}
+    task, other = FrozenLake.tasks(config, "train")[:2]
+
+    def waited(task, seed):
+        waits.clear()
+        env = FrozenLake()
+        env.reset(task, seed)
+        for _ in range(3):
+            env.step(Action("?"))
+        return list(waits)
+
+    first = waited(task, 1)
+    assert first[0] == 0.5 and len(set(first)) == 4 and waited(task, 1) == first
+    assert waited(task, 2)[1:] != first[1:] and waited(other, 1)[1:] != first[1:]
+    assert FrozenLake.tasks({}, "train")[0].payload["step_latency"] == {}
