@@ -45,7 +45,9 @@ imports rl_jax.types and its own libraries, nothing else of rl_jax.
 
         def close(self): ...
 
-        def script(self, rng, skill):  # optional: the next scripted action, a text or a Message with tool calls
+        # optional: the next scripted action, a text or a Message with tool calls; raises LookupError where a
+        # task has none
+        def script(self, rng, skill):
             return str(self.sum) if rng.random() < skill else "1"
 
 The policy's first context is task.messages followed by the messages of reset(); the messages of a result with

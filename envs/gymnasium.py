@@ -148,9 +148,7 @@ class Gymnasium:
         if self._best is None:
             table = getattr(self._live().unwrapped, "P", None)
             if not isinstance(table, Mapping):
-                raise ValueError(
-                    "this environment has no table of transitions; set script_episodes=0"
-                )
+                raise LookupError("no table of transitions; set script_episodes=0")
             self._best = best_actions(table)
         return self._actions[int(self._best[int(self._state)])]
 

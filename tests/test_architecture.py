@@ -133,7 +133,7 @@ NO_JAX = (
     "rl_jax/configs", "rl_jax/rewards", "rl_jax/rollout", "rl_jax/data", "rl_jax/algorithms/__init__.py",
     "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",
     "rl_jax/models/hf_config.py", "rl_jax/models/hf_keys.py", "rl_jax/tools/convert.py",
-    "rl_jax/tools/fetch_smollm2.py",
+    "rl_jax/tools/fetch_smollm2.py", "rl_jax/tools/check_env.py", "rl_jax/tools/env_checks.py",
     "envs", "mesh_configs",
 )  # fmt: skip
 
