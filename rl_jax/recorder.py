@@ -35,7 +35,11 @@ SERVED = (  # the servers' counters that make metrics
     "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers", "role_moves", "affinity_moves",
     "restarts",
 )  # fmt: skip
-IDLE = ("time/wait_for_policy_s", "time/slots_idle_s")  # the rollout's cumulative seconds
+IDLE = (  # the rollout's cumulative seconds
+    "time/wait_for_policy_s",
+    "time/slots_idle_s",
+    "time/wait_for_max_live_s",
+)
 SEEN = {  # metric -> counters whose quotient it is: a sum of what was there over how often that was looked at
     "running": ("block_running", "blocks"),
     "waiting": ("block_waiting", "blocks"),

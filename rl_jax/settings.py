@@ -143,6 +143,9 @@ class TaskSource:
     tag: str = "frozen_lake"
     env: str = "frozen_lake"  # a name of ENVS, or "package.module:attribute"
     reward: str = "env"  # "env" = sum of the environment's step rewards, or a name of REWARDS
+    max_live: int = (
+        0  # most environments of it that live at once in the whole run; 0 = as many as workers hold
+    )
     # scripted episodes of the warm start, reused in shuffled passes; 0 = none of this tag
     script_episodes: int = 512
     # share of them whose script is the solution, the rest act at random; 0..1

@@ -476,6 +476,7 @@ class GroupView:
     issued_s: float
     deferred: bool = False
     extra: int = 0  # members beyond `want` that may run, so that it is complete sooner
+    source: str = ""  # the tag of its task, where `tag` is a share that groups of any tag have
 
 
 @dataclass(frozen=True)
@@ -495,6 +496,8 @@ class View:
     # where episodes of a tag may start, best place first; absent = the place of its name, else ""
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     room: int | None = None  # episodes that may start in all; None = as many as are free
+    # episodes that may start of a task's tag, for those that have a limit of their own (tasks.sources[..].max_live)
+    limits: Mapping[str, int] = field(default_factory=dict)
     # batches that the run takes until its end and no published version has consumed; None = no end is known
     batches_left: int | None = None
     bound: int | None = (

@@ -167,7 +167,11 @@ INTERVALS = {
     "guards.every": "[1, inf)",
 }
 
-SOURCE_INTERVALS = {"script_episodes": "[0, inf)", "script_skill": "[0, 1]"}  # of each task source
+SOURCE_INTERVALS = {  # of each task source
+    "max_live": "[0, inf)",
+    "script_episodes": "[0, inf)",
+    "script_skill": "[0, 1]",
+}
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "model.dtype": ("float32", "bfloat16"),

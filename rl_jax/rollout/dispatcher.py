@@ -102,6 +102,8 @@ class Dispatcher:
         self._last_step: int | None = None
         self._idle_since_s: float | None = None
         self.wait_for_policy_s = 0.0  # wanted, but the bound let nothing run
+        self.wait_for_max_live_s = 0.0  # slots were free, and a source was at its max_live
+        self._limited_since_s: float | None = None
         self._free_share, self._free_since_s = 0.0, now_s()
         self.slots_idle_s = (
             0.0  # seconds times the share of slots that were free though batches were wanted
@@ -177,6 +179,7 @@ class Dispatcher:
             held=self.buffer.held(),
             places=self.slots.places(),
             room=self.slots.room,
+            limits=self.slots.limits(),
             batches_left=self._batches_left(),
             bound=self._bound,
         )
@@ -230,7 +233,12 @@ class Dispatcher:
     def _apply(self, action: SchedulerAction) -> None:
         match action:
             case Start(None, members, tag):
-                self._start_members(self._issue(tag), members)
+                group = self._issue(tag)
+                self._start_members(group, members)
+                if tag == ANY and len(group.members) < members:
+                    self.handle(
+                        Tick()
+                    )  # its task is of a source at its limit: others may have the slots
             case Start(str() as group, members, _):
                 self._start_members(self._groups[group], members)
             case Drop(group, reason):
@@ -410,7 +418,7 @@ class Dispatcher:
     def _free_slot(self, member: Member) -> None:
         if member.slot is not None:
             slot, member.slot = member.slot, None
-            self.slots.release(slot)
+            self.slots.release(slot, member.episode.ref.tag)
             if self._barrier is not None:
                 self._barrier.leave(member.episode.session)
 
@@ -425,6 +433,13 @@ class Dispatcher:
         self.slots_idle_s += self._free_share * (at_s - self._free_since_s)
         self._free_since_s = at_s
         free = min(self.slots.room, sum(self.slots.free().values()))
+        limits = self.slots.limits()
+        if self._limited_since_s is not None:
+            self.wait_for_max_live_s += at_s - self._limited_since_s
+        is_limited = free > 0 and self._need > 0 and not has_all and 0 in limits.values()
+        self._limited_since_s = at_s if is_limited else None
+        if len(limits) == len(self.tags):
+            free = min(free, sum(limits.values()))  # what the limits leave free, the bound does not
         is_held_back = free > 0 and self._need > 0 and not has_all
         self._free_share = free / (free + self.slots.num_live) if is_held_back else 0.0
 

@@ -170,20 +170,20 @@ class Evaluation:
             episode = self.player.issue(ref, task, rules, slot)
             self.num_open += 1
             await self.player.play_turns(episode)
-            slot = self._release(slot)
+            slot = self._release(slot, task.tag)
             return await self.player.score(episode)
         except asyncio.CancelledError:
             if episode is not None:
                 self.player.cancel(episode, "eval_end")
             raise
         finally:
-            self._release(slot)
+            self._release(slot, task.tag)
             if episode is not None:
                 self.num_open -= 1
 
-    def _release(self, slot: str | None) -> None:
+    def _release(self, slot: str | None, tag: str) -> None:
         if slot is not None:
-            self.slots.release(slot)
+            self.slots.release(slot, tag)
 
 
 def _success(trajectories: Sequence[Trajectory]) -> float:

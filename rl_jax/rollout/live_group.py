@@ -125,6 +125,7 @@ class LiveGroup:
             oldest_version=self.oldest_version(now),
             issued_s=self.issued_s,
             extra=self.spare,
+            source=self.issued.task.tag,
         )
 
     def group(self) -> Group:

@@ -95,7 +95,7 @@ class Rollout:
         )
         workers = self.settings.env_workers * self.settings.envs_per_worker
         sampler, tags = self.sampler, self.buffer.tags
-        self._slots = Slots(sampler.capacity, self._places, tags, workers)
+        self._slots = Slots(sampler.capacity, self._places, tags, workers, self.pool.limits)
         tools = EpisodeTools(
             self.sampler,
             self.pool.open,
@@ -256,6 +256,8 @@ class Rollout:
         counts["open_tokens"] = self._dispatcher.num_open_tokens() + self.buffer.num_open_tokens()
         counts["time/wait_for_policy_s"] = self._dispatcher.wait_for_policy_s
         counts["time/slots_idle_s"] = self._dispatcher.slots_idle_s
+        counts["time/wait_for_max_live_s"] = self._dispatcher.wait_for_max_live_s
+        counts["envs/max_live_waits"] = pool["max_live_waits"]
         return counts
 
     def redundancy_metrics(self) -> dict[str, Metric]:

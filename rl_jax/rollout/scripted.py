@@ -146,11 +146,13 @@ async def scripted_episodes(
         count,
         turn_phase="asking the script for turn",
     )
+    tags = {task.tag for task in tasks}
+    gates = {t: asyncio.Semaphore(pool.limits.get(t, NUM_LIVE)) for t in tags}
     live = asyncio.Semaphore(NUM_LIVE)
 
     async def play(i: int) -> Episode:
         task = tasks[i % len(tasks)]
-        async with live:
+        async with gates[task.tag], live:
             detail = ""
             for attempt in range(MAX_ATTEMPTS):
                 group = f"script/{task.tag}/{i}"

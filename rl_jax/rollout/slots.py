@@ -2,12 +2,14 @@
 
 Owns: the number of live episodes in each place (a pool of servers), and who waits for one. A tag may use several places
 and a place may serve several tags, so slots are counted by place: each of them once, whoever may use it.
-Invariants: live episodes in a place <= its capacity, all together <= the environments the workers hold; evaluation
-episodes wait in line here and go first, so training cannot starve an evaluation. Training episodes never wait here: the
-scheduler starts only what is free. An episode counts from start to end, also while its environment acts: its KV should
-still be there when its next turn comes. Its turns go to the servers of its place. Of a tag's places the one that fewest
-tags may use comes first, so that a tag with a choice leaves room for one without; among equals the emptiest. Where all
-of them are full it is any other place at once: tags prefer pools, and every pool serves the one model.
+Invariants: live episodes in a place <= its capacity, all together <= the environments the workers hold, those of a tag
+that has a limit (tasks.sources[..].max_live) <= that limit. Evaluation episodes wait in line here and go first, so
+training cannot starve an evaluation; one that waits for its tag's limit holds back that tag's training alone. Training
+episodes never wait here: the scheduler starts only what is free. An episode counts from start to end, also while its
+environment acts: its KV should still be there when its next turn comes. Its turns go to the servers of its place. Of a
+tag's places the one that fewest tags may use comes first, so that a tag with a choice leaves room for one without;
+among equals the emptiest. Where all of them are full it is any other place at once: tags prefer pools, and every pool
+serves the one model.
 A slot is named by the place it was taken in: a pool that is fenced meanwhile must not change whose it is.
 Must not: be used off the rollout's loop; await anything but its own futures.
 """
@@ -26,10 +28,14 @@ class Slots:
         places: Callable[[str], Sequence[str]],
         tags: Sequence[str],
         max_live: int,
+        limits: Mapping[str, int] | None = None,
     ):
+        """max_live: episodes of all tags together. limits: of those tags that have one of their own."""
         self._capacity, self._places, self._tags = capacity, places, tuple(tags)
         self._max_live = max_live
+        self._limits = dict(limits or {})
         self._live: Counter[str] = Counter()  # by place
+        self._live_of: Counter[str] = Counter()  # by tag
         self._line: deque[tuple[str, asyncio.Future]] = deque()  # (tag, its turn)
 
     @property
@@ -40,6 +46,10 @@ class Slots:
     def room(self) -> int:
         """Episodes that the environment workers can still take."""
         return max(0, self._max_live - self.num_live)
+
+    def limits(self) -> dict[str, int]:
+        """Episodes that may start now by the tag's own limit, of each tag that has one."""
+        return {tag: self._left(tag) for tag in self._limits}
 
     def check(self) -> None:
         """Raises ValueError if a tag has no server at all."""
@@ -60,7 +70,8 @@ class Slots:
 
     def free(self) -> dict[str, int]:
         """Training episodes that may start now, by place; all together at most `room`."""
-        return {place: 0 if self._line else num for place, num in self._empty().items()}
+        is_kept = any(self._left(tag) > 0 for tag, _ in self._line)
+        return {place: 0 if is_kept else num for place, num in self._empty().items()}
 
     def try_acquire(self, tag: str) -> str | None:
         """Take a slot for a training episode if one is free: its place, for release()."""
@@ -75,19 +86,26 @@ class Slots:
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release(turn.result())
+                self.release(turn.result(), tag)
             raise
 
-    def release(self, place: str) -> None:
-        """Give a slot back."""
+    def release(self, place: str, tag: str) -> None:
+        """Give a slot of the tag's back."""
         self._live[place] -= 1
+        self._live_of[tag] -= 1
         self._advance()
 
     def _empty(self) -> dict[str, int]:
         return {p: max(0, min(n - self._live[p], self.room)) for p, n in self._capacity().items()}
 
+    def _left(self, tag: str) -> int:
+        """Episodes of the tag that its own limit allows to start; 1 or more without one."""
+        return max(0, self._limits[tag] - self._live_of[tag]) if tag in self._limits else 1
+
     def _take(self, tag: str, free: Mapping[str, int]) -> str | None:
         """One slot of what is free, in the tag's best place, or in another where those are full."""
+        if self._left(tag) <= 0:
+            return None
         num_tags = self._num_tags()
 
         def rank(place: str) -> tuple[int, float]:
@@ -99,6 +117,7 @@ class Slots:
         place = min(preferred or others, key=rank, default=None)
         if place is not None:
             self._live[place] += 1
+            self._live_of[tag] += 1
         return place
 
     def _num_tags(self) -> Counter[str]:

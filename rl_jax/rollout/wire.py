@@ -10,6 +10,7 @@ the environment gave (rewards.check.NoReward, which that module then calls "sche
 Must not: touch a process or a pipe.
 """
 
+import inspect
 import json
 import numbers
 from collections.abc import Mapping
@@ -150,6 +151,11 @@ def step_to_wire(result: Any, max_obs_bytes: int) -> dict[str, Any]:
     info["truncated_bytes"] counts it.
     Raises: BadObservation naming the field.
     """
+    if inspect.iscoroutine(result):
+        result.close()
+        raise BadObservation(
+            "is async; write def: an environment may block, its worker is a process"
+        )
     if not isinstance(result, StepResult):
         raise BadObservation(f"returned {type(result).__name__}, no StepResult")
     messages, cut_bytes = _cut(_checked_messages(result.messages), max_obs_bytes)

@@ -8,7 +8,8 @@ Invariants
     the others that lived in that worker are told env_lost. All of it is charged to infra, none of it is a reward.
     A worker that ended is replaced, the first two times at once, then with a growing pause, until max_env_failures
     workers of one place ended without a finished episode in between: then `failed` is set and open() raises it.
-    At most envs_per_worker environments live in a worker; open() waits for a free place, with a deadline.
+    At most envs_per_worker environments live in a worker, and at most max_live of a task source that has one, whoever
+    plays them; one counts until its close() has come back. open() waits for a free place, with a deadline.
     A scorer is pure: a call that its worker's end in another call took along is made again, one that its worker died in
     is made once more. Only what hangs, raises or dies twice has no score.
 
@@ -26,7 +27,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class EnvHandle:
     ):
         self.task, self.uid = task, uid
         self._pool, self._worker, self._number, self._seed = pool, worker, number, seed
-        self._is_open = True
+        self._is_open, self._is_counted = True, True
 
     async def reset(self) -> StepResult:
         """The first observation. Raises EnvError, after which the handle is closed."""
@@ -104,6 +105,8 @@ class EnvHandle:
             await self._worker.call("close", self.uid, self._pool.step_limit, e=self._number)
         except WorkerFault:
             self._pool.counts["close_failed"] += 1
+        finally:
+            self._leave()
 
     async def _call(self, verb: str, limit: Limit, **payload: Any) -> Any:
         if not self._is_open:
@@ -112,6 +115,7 @@ class EnvHandle:
             return await self._worker.call(verb, self.uid, limit, e=self._number, **payload)
         except WorkerFault as fault:
             self._release()
+            self._leave()  # the worker closed it, or is gone
             raise self._pool.charge(fault, self._worker) from None
 
     def _result(self, answer: Mapping[str, Any]) -> StepResult:
@@ -125,6 +129,11 @@ class EnvHandle:
     def _release(self) -> None:
         self._is_open = False
         self._pool.release(self._worker)
+
+    def _leave(self) -> None:
+        if self._is_counted:
+            self._is_counted = False
+            self._pool.left(self.task.tag)
 
 
 class EnvPool:
@@ -156,6 +165,8 @@ class EnvPool:
         self.log_dir = log_dir
         env_sources = [_source_to_wire(source) for source in sources]
         self._tags = [source.tag for source in sources]
+        self.limits = {source.tag: source.max_live for source in sources if source.max_live}
+        self._live_of: Counter[str] = Counter()  # environments that are not closed yet, by tag
         if len(set(self._tags)) != len(self._tags):
             raise ValueError(
                 f"tasks.sources has a tag twice: {', '.join(sorted(self._tags))}; tags must differ"
@@ -271,17 +282,20 @@ class EnvPool:
         waiting = iter(enumerate(tasks))
         limit = Limit(self.settings.reset_timeout_s, "rollout.reset_timeout_s")
 
+        gates = {tag: asyncio.Semaphore(num) for tag, num in self.limits.items()}
+
         async def look(name: str) -> None:
             for i, task in waiting:
-                worker = self._workers[name]
-                self._num_opened += 1
-                uid, number = f"first_look/{task.id}", self._num_opened
-                reset = worker.call(
-                    "reset", uid, limit, e=number, task=wire.task_to_wire(task), seed=seed
-                )
-                # Sent at once: a reset that nobody waits for any longer is closed all the same.
-                closed = worker.call("close", uid, self.step_limit, e=number)
-                answer, _ = await asyncio.gather(reset, closed, return_exceptions=True)
+                async with gates.get(task.tag, nullcontext()):
+                    worker = self._workers[name]
+                    self._num_opened += 1
+                    uid, number = f"first_look/{task.id}", self._num_opened
+                    reset = worker.call(
+                        "reset", uid, limit, e=number, task=wire.task_to_wire(task), seed=seed
+                    )
+                    # Sent at once: a reset that nobody waits for any longer is closed all the same.
+                    closed = worker.call("close", uid, self.step_limit, e=number)
+                    answer, _ = await asyncio.gather(reset, closed, return_exceptions=True)
                 if isinstance(answer, WorkerFault):
                     found[i] = EnvError(answer.kind, answer.detail)
                 elif not isinstance(answer, BaseException):
@@ -343,14 +357,15 @@ class EnvPool:
 
         seed: of reset(). Raises: EnvError env_full after start_timeout_s; env_budget once `failed` is set.
         """
+        if self._is_limited(task.tag):
+            self.counts["max_live_waits"] += 1
         try:
-            worker = await self._until(self._emptiest)
+            worker = await self._until(
+                lambda: None if self._is_limited(task.tag) else self._emptiest()
+            )
         except TimeoutError:
-            raise EnvError(
-                "env_full",
-                f"no place for {uid} within {self.open_limit.setting}={self.open_limit.seconds:g}: {self.num_live} "
-                f"of {self.capacity} environments live; raise rollout.env_workers or envs_per_worker",
-            ) from None
+            raise EnvError("env_full", self._full(task.tag, uid)) from None
+        self._live_of[task.tag] += 1
         self._num_opened += 1
         worker.num_live += 1
         return EnvHandle(self, worker, self._num_opened, task, uid, seed)
@@ -399,6 +414,11 @@ class EnvPool:
         worker.num_live -= 1
         self._place_free.set()
 
+    def left(self, tag: str) -> None:
+        """An environment of the tag is closed, or gone."""
+        self._live_of[tag] -= 1
+        self._place_free.set()
+
     def _told(self, fault: WorkerFault, worker: WorkerProcess | None) -> str:
         """What is wrong, and which file has the traceback, or the stack of a call that hung."""
         if worker is None or self.log_dir is None or fault.kind not in LOGGED:
@@ -406,6 +426,18 @@ class EnvPool:
         return f"{fault.detail}; the traceback is in {self.log_dir / worker.name}.log"
 
     # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _is_limited(self, tag: str) -> bool:
+        return tag in self.limits and self._live_of[tag] >= self.limits[tag]
+
+    def _full(self, tag: str, uid: str) -> str:
+        waited = f"no place for {uid} within {self.open_limit.setting}={self.open_limit.seconds:g}"
+        if self._is_limited(tag):
+            return f"{waited}: max_live={self.limits[tag]} environments of tag {tag!r} live; raise it, or close faster"
+        return (
+            f"{waited}: {self.num_live} of {self.capacity} environments live; raise rollout.env_workers or"
+            " envs_per_worker"
+        )
 
     def _emptiest(self) -> WorkerProcess | None:
         usable = [

@@ -25,6 +25,7 @@ class FakePool:
     latency: Callable[[str, str], float] = lambda verb, uid: 0.0  # seconds
     fail: Callable[[str, str], EnvError | None] = lambda verb, uid: None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    limits: Mapping[str, int] = field(default_factory=dict)  # by tag, as tasks.sources[..].max_live
     # What happened, for assertions:
     counts: Counter[str] = field(default_factory=Counter)
     num_opened: int = 0

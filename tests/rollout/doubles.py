@@ -46,15 +46,16 @@ class World:
     """All parts of one rollout; `rollout` is not started."""
 
     def __init__(
-        self, path, settings=SETTINGS, tasks=None, sampler=None, pool=None, policy=None, **kwargs
-    ):
+        self, path, settings=SETTINGS, tasks=None, sampler=None, pool=None, policy=None, *,
+        stream=FakeStream, **kwargs,
+    ):  # fmt: skip
         tasks = {"echo": echo_tasks()} if tasks is None else tasks
         self.settings = settings
         self.ledger = Ledger(path / "ledger.jsonl", "r")
         self.buffer = SampleBuffer(settings, self.ledger, list(tasks))
         self.sampler = sampler or FakeSampler(script=echo_script)
         self.pool = pool or FakePool({"echo": EchoEnv})
-        self.stream = FakeStream(tasks)
+        self.stream = stream(tasks)
         self.rollout = Rollout(
             self.sampler,
             self.stream,

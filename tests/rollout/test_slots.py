@@ -7,14 +7,14 @@ import pytest
 from rl_jax.rollout.slots import Slots
 
 
-def slots_of(capacity, max_live=10, places=None, tags=("a", "b", "own", "x")):
+def slots_of(capacity, max_live=10, places=None, tags=("a", "b", "own", "x"), limits=None):
     """places: tag -> its places; absent = the place of its name, else ""."""
     places = places or {}
 
     def places_of(tag):
         return places.get(tag) or ((tag,) if tag in capacity else ("",))
 
-    return Slots(lambda: capacity, places_of, tags, max_live)
+    return Slots(lambda: capacity, places_of, tags, max_live, limits)
 
 
 def test_free_slots_are_limited_by_servers_and_by_environments():
@@ -23,7 +23,7 @@ def test_free_slots_are_limited_by_servers_and_by_environments():
     assert [slots.try_acquire("x") for _ in range(3)] == ["", "", ""]
     assert [slots.try_acquire("own") for _ in range(3)] == ["own", "own", None]
     assert slots.free() == {"": 0, "own": 0}
-    slots.release("own")
+    slots.release("own", "own")
     assert slots.free() == {"": 1, "own": 1}
     slots.check()
     with pytest.raises(ValueError, match="no server takes episodes of tag 'x'"):
@@ -36,15 +36,15 @@ def test_who_waits_in_line_goes_before_training():
         assert slots.try_acquire("a") == slots.try_acquire("a") == ""
         waiters = [asyncio.create_task(slots.acquire("b")) for _ in range(3)]
         await asyncio.sleep(0)
-        slots.release("")
+        slots.release("", "a")
         assert slots.free() == {"": 0}
         assert slots.try_acquire("a") is None  # it belongs to the first in line
         await asyncio.wait_for(waiters[0], 1)
         waiters[1].cancel()
         await asyncio.sleep(0)
-        slots.release("")
+        slots.release("", "a")
         await asyncio.wait_for(waiters[2], 1)
-        slots.release(""), slots.release("")
+        slots.release("", "b"), slots.release("", "b")
         assert slots.free() == {"": 2} and slots.num_live == 0
 
     asyncio.run(scenario())
@@ -56,7 +56,7 @@ def test_slot_given_to_a_cancelled_waiter_is_given_back():
         assert slots.try_acquire("a") == ""
         waiter = asyncio.create_task(slots.acquire("a"))
         await asyncio.sleep(0)
-        slots.release("")  # now the waiter's, who has not run yet
+        slots.release("", "a")  # now the waiter's, who has not run yet
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiter
@@ -70,7 +70,7 @@ def test_slot_goes_back_to_the_pool_it_came_from_though_that_was_fenced():
     slots = slots_of(capacity)
     key = slots.try_acquire("own")
     del capacity["own"]
-    slots.release(key)
+    slots.release(key, "own")
     assert slots.free() == {"": 1} and slots.num_live == 0
 
 
@@ -88,7 +88,7 @@ def test_tag_with_a_choice_leaves_room_for_one_without():
     assert slots.places() == {"a": ("own", "both"), "b": ("both",)}
     assert [slots.try_acquire("a") for _ in range(3)] == ["own", "own", "both"]
     assert [slots.try_acquire("b") for _ in range(2)] == ["both", None]
-    slots.release("own")
+    slots.release("own", "a")
     assert slots.try_acquire("a") == "own"
 
 
@@ -96,9 +96,9 @@ def test_tag_whose_places_are_full_goes_elsewhere_at_once_and_comes_back_when_th
     slots = slots_of({"p": 2, "q": 1}, places={"a": ("p",), "b": ("q",)}, tags=("a", "b"))
     assert [slots.try_acquire("a") for _ in range(4)] == ["p", "p", "q", None]
     assert slots.try_acquire("b") is None
-    slots.release("p")
+    slots.release("p", "a")
     assert slots.try_acquire("b") == "p"
-    slots.release("q"), slots.release("p")
+    slots.release("q", "a"), slots.release("p", "a")
     assert (slots.try_acquire("b"), slots.try_acquire("a")) == ("q", "p")
 
 
@@ -115,7 +115,39 @@ def test_who_waits_takes_the_first_slot_of_any_of_its_places():
         assert slots.try_acquire("b") == "r"
         waiter = asyncio.create_task(slots.acquire("a"))
         await asyncio.sleep(0)
-        slots.release("q")
+        slots.release("q", "a")
         assert await asyncio.wait_for(waiter, 1) == "q"
+
+    asyncio.run(scenario())
+
+
+def test_a_tag_with_a_limit_takes_no_more_and_leaves_the_rest_to_others():
+    slots = slots_of({"": 5}, tags=("a", "b"), limits={"a": 2})
+    assert slots.limits() == {"a": 2}
+    assert [slots.try_acquire("a") for _ in range(3)] == ["", "", None]
+    assert slots.limits() == {"a": 0} and slots.free() == {"": 3}
+    assert [slots.try_acquire("b") for _ in range(4)] == ["", "", "", None]
+    slots.release("", "b")
+    assert slots.try_acquire("a") is None
+    slots.release("", "a")
+    assert slots.try_acquire("a") == "" and slots.num_live == 4
+
+
+def test_an_evaluation_that_waits_for_its_tags_limit_holds_back_that_tags_training_alone():
+    async def scenario():
+        slots = slots_of({"": 4}, tags=("a", "b"), limits={"a": 1})
+        waiters = [asyncio.create_task(slots.acquire("a")) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert waiters[0].done() and not waiters[1].done()
+        assert slots.free() == {"": 3} and slots.try_acquire("b") == ""
+        slots.release("", "a")
+        await asyncio.wait_for(waiters[1], 1)
+        late = asyncio.create_task(slots.acquire("a"))
+        await asyncio.sleep(0)
+        assert slots.limits() == {"a": 0} and slots.free() == {"": 2}
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+        slots.release("", "a")
+        assert slots.limits() == {"a": 1} and slots.try_acquire("a") == ""
 
     asyncio.run(scenario())

@@ -16,6 +16,8 @@ Invariants, for each of the n tags (a batch holds need / n groups of each):
 - needed first: what is redundant gets a slot only when nothing that is needed wants it.
 - own places first: what the places that tags prefer have free is given out before any tag gets a slot elsewhere, which
   it does at once where its own are full and nobody who prefers that slot wants it.
+- limits: of a task's tag no more episodes start than View.limits has; slots that its groups may not use are free to
+  the groups of others, so a source at its limit holds up nobody.
 - fair tags: a new group goes to the tag with the fewest groups issued and not consumed.
 The number of groups issued is read from the View (the data), never counted here: a restart cannot admit too many.
 max_staleness is View.bound where that is given (rollout.staleness_policy).
@@ -114,17 +116,17 @@ def starts(
     out: list[Start] = []
     new: list[int] = []  # where in `out` the groups stand that this decision issues
 
-    def add(tag: str, wanted: int) -> int:
-        members = min(wanted, free.of(tag)) if wanted > 0 else 0
+    def add(tag: str, wanted: int, source: str = "") -> int:
+        members = min(wanted, free.of(tag, source)) if wanted > 0 else 0
         if members:
-            free.use(tag, members)
+            free.use(tag, members, source)
         return members
 
     for is_extra in (False, True):
         for free.is_anywhere in (False, True):
             for group in ordered:
                 most = group.want + group.extra * is_extra
-                if members := add(group.tag, most - running[group.group]):
+                if members := add(group.tag, most - running[group.group], group.source):
                     running[group.group] += members
                     out.append(Start(group.group, members, group.tag))
             size = rules.group_size + rules.extra_members * is_extra
@@ -145,18 +147,22 @@ class _Free:
     def __init__(self, view: View):
         self._free = {place: max(0, num) for place, num in view.free.items()}
         self._room = sum(self._free.values()) if view.room is None else view.room
-        self._places = view.places
+        self._places, self._limits = view.places, dict(view.limits)
         self.is_anywhere = False  # places that a tag does not prefer count, too
 
     @property
     def is_empty(self) -> bool:
         return self._room <= 0 or not any(self._free.values())
 
-    def of(self, tag: str) -> int:
-        return min(self._room, sum(self._free.get(place, 0) for place in self._of(tag)))
+    def of(self, tag: str, source: str = "") -> int:
+        """source: the tag of the task, where it is known and another."""
+        room = min(self._room, self._limits.get(source or tag, self._room))
+        return min(room, sum(self._free.get(place, 0) for place in self._of(tag)))
 
-    def use(self, tag: str, num: int) -> None:
+    def use(self, tag: str, num: int, source: str = "") -> None:
         self._room -= num
+        if (source or tag) in self._limits:
+            self._limits[source or tag] -= num
         for place in self._of(tag):
             taken = min(num, self._free.get(place, 0))
             self._free[place] = self._free.get(place, 0) - taken
