@@ -2,7 +2,7 @@
 
 An environment is one file here: a class with the Environment protocol of rl_jax.types, plain blocking
 Python. It runs in a worker process that is bounded and killable, so it may block, raise and print. It
-imports rl_jax.types and its own libraries, nothing else of rl_jax.
+imports rl_jax.types, rl_jax.sandbox and its own libraries, nothing else of rl_jax.
 
     from dataclasses import dataclass
 
@@ -86,10 +86,12 @@ from typing import Any
 # name -> "module:attribute"; any other name is taken as "package.module:attribute" itself.
 ENVS: dict[str, str] = {
     "calculator": "envs.calculator:Calculator",
+    "code_tool": "envs.code_tool:CodeTool",
     "frozen_lake": "envs.frozen_lake:FrozenLake",
     "gymnasium": "envs.gymnasium:Gymnasium",
     "maze": "envs.maze:Maze",
     "reasoning_gym": "envs.reasoning_gym:ReasoningGym",
+    "shell": "envs.shell:Shell",
     "sokoban": "envs.sokoban:Sokoban",
     "textarena": "envs.textarena:TextArena",
     "two_player": "envs.two_player:TwoPlayer",

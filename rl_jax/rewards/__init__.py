@@ -6,4 +6,7 @@ the environment's own step rewards instead.
 """
 
 # name -> "module:attribute"; any other name is taken as "package.module:attribute" itself.
-REWARDS: dict[str, str] = {"exact_match": "rl_jax.rewards.exact_match:ExactMatch"}
+REWARDS: dict[str, str] = {
+    "code": "rl_jax.rewards.code:Code",
+    "exact_match": "rl_jax.rewards.exact_match:ExactMatch",
+}

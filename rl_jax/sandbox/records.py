@@ -77,7 +77,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What the program did, in its own word: a program may print, exit and write as it likes."""
+    """What the program did, in its own word: a program may print, exit and write as it likes.
+
+    Limit "disk" is also that of a snapshot that cannot be put back: what a program left is its own doing.
+    """
 
     status: int | None  # exit status; None = it was ended
     signal: int | None  # that ended it; as shells tell it, an exit status above 128 counts as one

@@ -95,7 +95,12 @@ class _Stream:
 
     def read(self) -> bool:
         """Take what is there; False at the end."""
-        data = os.read(self.descriptor, READ_SIZE)
+        try:
+            data = os.read(self.descriptor, READ_SIZE)
+        except (
+            ConnectionResetError
+        ):  # of the report, whose other end went without reading its answer
+            return False
         self.num_bytes += len(data)
         self.kept += data[: max(0, self.keep_bytes - len(self.kept))]
         return bool(data)
@@ -170,7 +175,7 @@ def _start(command: Command, stdin: int, report: int) -> _Live:
         report = os.open(f"{command.folder}/report", os.O_RDWR | os.O_NONBLOCK)
     try:
         process = subprocess.Popen(
-            command.argv,
+            [word.encode("utf-8", "replace") for word in command.argv],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -196,8 +201,10 @@ def _follow(live: _Live, job: Job, started_s: float) -> Result:
     if limit:
         live.end()
     status = live.wait()
-    ran = report.kept[:1] == b"R"
-    if not ran and not limit:
+    began = bytes(report.kept[:1])
+    if began == b"F" and job.snapshot:
+        limit = "disk"  # what an earlier program left, and the job's files, cannot be put together
+    if began != b"R" and not limit:
         said = err.kept.decode("utf-8", "replace").strip().splitlines()
         raise SandboxError(
             f"sandbox did not start its program (exit {status}): {said[-1][:300] if said else 'it said nothing'}"

@@ -22,6 +22,7 @@ from rl_jax.rollout import wire
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.settings import RolloutSettings, TaskSource
 from rl_jax.types import Action, Message
+from tests.sandbox.opened import sandbox_or_skip
 
 MAX_OBS_BYTES = 65_536
 
@@ -35,6 +36,10 @@ class Case:
 
 CASES = {
     "frozen_lake": Case("frozen_lake", "unseen"),
+    "code_tool": Case(
+        "code_tool", "eval", {"num_tasks": 6, "eval_size": 4, "max_level": 5, "max_calls": 1}
+    ),
+    "shell": Case("shell", "eval", {"num_tasks": 6, "eval_size": 4}),
     "frozen_lake_8x8_slippery": Case(
         "frozen_lake",
         "unseen",
@@ -65,8 +70,10 @@ CASES = {
         },
     ),
 }
-# Importing reasoning_gym takes seconds; textarena is an extra.
+SANDBOXED = ("code_tool", "shell")  # what their policies write runs in one, or not at all
+# Importing reasoning_gym takes seconds, sandboxes a part of one; textarena is an extra.
 MARKS = {
+    **dict.fromkeys(SANDBOXED, [pytest.mark.slow]),
     "reasoning_gym": [pytest.mark.slow],
     "textarena": [
         pytest.mark.skipif(not find_spec("textarena"), reason="needs the extra textarena")
@@ -94,6 +101,8 @@ GARBAGE = [
 
 @pytest.fixture(params=PARAMS)
 def case(request):
+    if request.param.env in SANDBOXED:
+        sandbox_or_skip()
     return request.param
 
 

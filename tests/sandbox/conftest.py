@@ -4,12 +4,10 @@ pytest tests/sandbox --sandboxes=nsjail:/path/of/nsjail,container:podman/localho
 """
 
 import shutil
-from functools import cache
 
 import pytest
 
-from rl_jax.sandbox.load import open_sandbox
-from rl_jax.sandbox.records import SandboxMissing
+from tests.sandbox.opened import sandbox_or_skip
 
 
 def names(config) -> list[str]:
@@ -23,27 +21,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("backend", names(metafunc.config), indirect=True)
 
 
-@cache
-def opened(name):
-    """The sandbox, or why there is none."""
-    try:
-        return open_sandbox(name)
-    except SandboxMissing as error:
-        return str(error)
-
-
 @pytest.fixture
 def backend(request):
     """A sandbox of each backend."""
-    found = opened(request.param)
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
+    return sandbox_or_skip(request.param)
 
 
 @pytest.fixture
 def bubblewrap():
-    found = opened("bubblewrap")
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
+    return sandbox_or_skip()

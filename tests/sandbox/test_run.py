@@ -43,6 +43,7 @@ def test_streams_status_and_signal_come_back(backend):
     assert (result.status, result.signal, result.limit) == (3, None, "")
     result = backend.run(shell("kill -SEGV $$"))
     assert (result.status, result.signal, result.limit) == (None, 11, "")
+    assert backend.run(Job(("echo", "\ud835é"), limits=LIMITS)).stdout == "?é\n".encode()
     result = backend.run(Job(("no_such_program",), limits=LIMITS))
     assert result.status == 127 and b"no_such_program" in result.stderr
 
