@@ -69,8 +69,8 @@ ATTEMPTS = {
         str(192 * MIB), limit="memory", control="raised", raised=replace(LIMITS, memory_bytes=400 * MIB)
     ),
     "hide_memory": Attempt(),
-    "burn_cpu": Attempt("1.5", "1.5", "cpu", replace(LIMITS, cpu_s=1)),
-    "ignore_cpu_limit": Attempt("2.5", "0.1", "kill", replace(LIMITS, cpu_s=1)),
+    "burn_cpu": Attempt("1.5", "1.5", "cpu", replace(LIMITS, cpu_s=1, wall_s=60.0)),
+    "ignore_cpu_limit": Attempt("2.5", "0.1", "kill", replace(LIMITS, cpu_s=1, wall_s=60.0)),
     "raise_limits": Attempt("1", "0"),
     "sleep": Attempt("5", "0.5", "wall", SHORT),
     "flood": Attempt(str(64 * MIB), str(MIB), "output"),
