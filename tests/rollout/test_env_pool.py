@@ -420,7 +420,7 @@ def test_names_and_tags_are_checked_without_a_process():
         match="no environment 'frozen_lak'; use one of calculator, .*frozen_lake, ",
     ):
         EnvPool([TaskSource("a", "frozen_lak")], RolloutSettings())
-    with pytest.raises(ValueError, match="no reward 'exact'; use one of exact_match or"):
+    with pytest.raises(ValueError, match="no reward 'exact'; use one of .*exact_match"):
         EnvPool([TaskSource("a", "frozen_lake", "exact")], RolloutSettings())
     with pytest.raises(ValueError, match="has a tag twice: a, a"):
         EnvPool([TaskSource("a"), TaskSource("a")], RolloutSettings())
