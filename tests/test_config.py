@@ -184,33 +184,6 @@ def test_bad_config_raises_its_line(two_tasks, word, line):
     assert len(errors) <= (4 if word.startswith("--config.mesh") else 2), errors
 
 
-@pytest.mark.parametrize(
-    ("backend", "transport", "stores", "line"),
-    [
-        ("local", "reshard", 0, "weights.transport=reshard is to servers of the driver's process, and"),
-        ("external", "store", 0, "weights.transport=store needs a store; set cluster.stores to the number"),
-        ("ray", "store", 0, "weights.transport=store needs a store; set cluster.stores to the number"),
-        ("ray", "auto", 1, None),
-        ("local", "shared", 2, "cluster.stores=2 is not used by weights.transport=shared; leave it 0, or use"),
-        ("external", "store", 2, None),
-        ("local", "auto", 1, None),
-        ("ray", "shared", 0, None),
-    ],
-)  # fmt: skip
-def test_transport_fits_where_servers_run(two_tasks, backend, transport, stores, line):
-    words = [
-        "--config.mesh.platform=cpu",
-        f"--config.cluster.backend={backend}",
-        f"--config.weights.transport={transport}",
-        f"--config.cluster.stores={stores}",
-    ]
-    if line is None:
-        assert parse([two_tasks, *words]).settings.cluster.stores == stores
-        return
-    (error,) = errors_of(two_tasks, *words)
-    assert error.startswith(line)
-
-
 def test_config_file_that_is_not_there_is_told_with_those_that_are():
     folder = Path(__file__).parents[1] / "rl_jax/configs"
     names = sorted(path.stem for path in folder.glob("*.py"))

@@ -111,3 +111,32 @@ def test_foreign_package_of_the_same_name_is_told_with_both_paths(tmp_path, monk
     errors = foreign_packages(tmp_path)
     assert len(errors) == 4
     assert f"package envs comes from {ROOT / 'envs'}, not from {tmp_path / 'envs'}" in errors[2]
+
+
+@pytest.mark.parametrize(
+    ("backend", "transport", "stores", "line"),
+    [
+        ("local", "reshard", 0, "weights.transport=reshard is to servers of the driver's process, and"),
+        ("external", "store", 0, "weights.transport=store needs a store; set cluster.stores to the number"),
+        ("ray", "store", 0, "weights.transport=store needs a store; set cluster.stores to the number"),
+        ("ray", "auto", 1, None),
+        ("local", "shared", 2, "cluster.stores=2 is not used by weights.transport=shared; leave it 0, or use"),
+        ("external", "store", 2, None),
+        ("local", "auto", 1, None),
+        ("ray", "shared", 0, None),
+    ],
+)  # fmt: skip
+def test_transport_fits_where_servers_run(backend, transport, stores, line):
+    words = [
+        "--config.mesh.platform=cpu",
+        f"--config.cluster.backend={backend}",
+        f"--config.weights.transport={transport}",
+        f"--config.cluster.stores={stores}",
+    ]
+    if line is None:
+        assert parse(words).settings.cluster.stores == stores
+        return
+    with pytest.raises(ConfigError) as caught:
+        parse(words)
+    (error,) = caught.value.errors
+    assert error.startswith(line)
