@@ -97,9 +97,8 @@ class _Stream:
         """Take what is there; False at the end."""
         try:
             data = os.read(self.descriptor, READ_SIZE)
-        except (
-            ConnectionResetError
-        ):  # of the report, whose other end went without reading its answer
+        except ConnectionResetError:
+            # Of the report: the other end went without reading its answer.
             return False
         self.num_bytes += len(data)
         self.kept += data[: max(0, self.keep_bytes - len(self.kept))]

@@ -32,6 +32,7 @@ def test_only_sandboxes_without_an_owner_or_over_time_are_ended():
     try:
         assert (os.getpid(), mine) not in owner.tagged()
         assert (processes["mine"].pid, mine) in owner.tagged()
+        assert not owner._end(processes["mine"].pid, others["gone"])  # the id is another's by now
         assert owner.reap() == len(others)
         for name in others:
             assert processes[name].wait(5) == -9, name

@@ -49,6 +49,13 @@ def test_streams_status_and_signal_come_back(backend):
 
 
 @pytest.mark.slow
+def test_stdin_is_no_way_to_memory_of_this_process(bubblewrap):
+    """It is an unnamed file; nobody can make it larger, by any way to it."""
+    script = "for p in /proc/self/fd/0 /dev/stdin; do (echo more >> $p) 2>/dev/null && echo wrote; done; cat"
+    assert bubblewrap.run(shell(script, stdin=b"in\n")).stdout == b"in\n"
+
+
+@pytest.mark.slow
 def test_work_goes_from_job_to_job_as_it_was_left(backend):
     first = backend.run(
         shell("mkdir d; mv a d/b; ln -s d/b link; chmod +x d/b", files={"a": b"#!/bin/sh\necho hi\n"}, keeps_files=True)
@@ -62,6 +69,23 @@ def test_work_goes_from_job_to_job_as_it_was_left(backend):
         read_files(second.snapshot, 10)
     with pytest.raises(BadSnapshot):
         read_files(b"x" * 1024, 1 << 20)
+
+
+@pytest.mark.slow
+def test_processes_that_a_program_leaves_do_not_keep_its_files(backend):
+    """They take all places that the limit gives, also that of what sends the files."""
+    limits = replace(LIMITS, processes=16)
+    crowd = "echo x > a; i=0; while [ $i -lt 30 ]; do sleep 60 & i=$((i + 1)); done"
+    result = backend.run(shell(crowd, limits=limits, keeps_files=True))
+    assert result.limit == "" and result.wall_s < 15.0
+    assert result.snapshot and read_files(result.snapshot, 1000) == {"a": b"x\n"}
+
+
+@pytest.mark.slow
+def test_what_a_program_left_and_cannot_be_put_back_is_its_own_doing(backend):
+    left = backend.run(shell("mkdir a; echo x > a/b", keeps_files=True)).snapshot
+    result = backend.run(shell("echo ran", snapshot=left, files={"a": b"x"}))
+    assert (result.limit, result.stdout, result.status) == ("disk", b"", None)
 
 
 @pytest.mark.slow
@@ -191,8 +215,8 @@ print("started", flush=True)
 
 
 @pytest.mark.slow(seconds=3)
-def test_kill_of_the_driver_leaves_no_sandbox(bubblewrap):
-    num = 10
+def test_kill_of_the_driver_leaves_no_sandbox(bubblewrap, request):
+    num = int(request.config.getoption("--num_sandboxes")) // 5
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER.format(num=num)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
     )  # fmt: skip
