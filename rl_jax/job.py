@@ -424,7 +424,8 @@ def _live_parts(
         row_tokens=settings.learner.row_tokens, vocab_size=job.model.vocab_size,
         turn_deadline_s=settings.serve.turn_deadline_s,
         stop_deadline_s=settings.serve.stop_deadline_s,
-        rewards=settings.rewards, quarantine_dir=job.run_dir.path / "quarantine",
+        rewards=settings.rewards, sources=settings.tasks.sources,
+        quarantine_dir=job.run_dir.path / "quarantine",
     )  # fmt: skip
     stack.callback(rollout.close)
     rollout.start()

@@ -185,6 +185,8 @@ METRICS = {
     "envs/max_live_waits": "environments that waited for their source's max_live: others were still being closed",
     "envs/close_failed": "environments whose close() raised, hung or was not reached, since the start of the run",
     "rewards/restarts": "workers of scorers that ended and were replaced, since the start of the run",
+    "rewards/retries": "calls of the reward service that were made again, since the start of the run",
+    "rewards/rescored_turns": "turns scored again, as their scorer's version changed in the episode, since the start",
     "redundant/episodes": "episodes begun and not needed (rollout.extra_*), since the batch before",
     "redundant/tokens": "tokens that they had sampled: the extra work",
     "redundant/length_kept": "sampled tokens of an episode of the groups completed since the batch before",

@@ -142,15 +142,26 @@ class ServeSettings:
 class TaskSource:
     tag: str = "frozen_lake"
     env: str = "frozen_lake"  # a name of ENVS, or "package.module:attribute"
-    reward: str = "env"  # "env" = sum of the environment's step rewards, or a name of REWARDS
-    max_live: int = (
-        0  # most environments of it that live at once in the whole run; 0 = as many as workers hold
-    )
+    # "env" = sum of the environment's step rewards, a name of REWARDS, or "composite" = weighted sum of the parts
+    reward: str = "env"
+    # most environments of it that live at once in the whole run; 0 = as many as workers hold
+    max_live: int = 0
     # scripted episodes of the warm start, reused in shuffled passes; 0 = none of this tag
     script_episodes: int = 512
     # share of them whose script is the solution, the rest act at random; 0..1
     script_skill: float = 0.6
     config: Mapping[str, Any] = field(default_factory=dict)  # passed to the environment
+    parts: Mapping[str, float] = field(default_factory=dict)  # scorer or "env" -> weight
+    # scorer -> weight: added to what is trained on; filters, curricula and figures of success never see it
+    shaping: Mapping[str, float] = field(default_factory=dict)
+    turn_reward: str = ""  # a scorer of turns, asked while the episode goes on; "" = none
+    turn_weight: float = 1.0  # of its values, which are added to what is trained on
+
+    @property
+    def scorers(self) -> frozenset[str]:
+        """Names of all scorers that its episodes need."""
+        names = {self.reward, self.turn_reward, *self.parts, *self.shaping}
+        return frozenset(names - {"", "env", "composite"})
 
 
 @dataclass(frozen=True)
@@ -228,8 +239,23 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    timeout_s: float = 10.0
-    workers: int = 1
+    """Where scorers run: in worker processes of this host, or of a service (docs/rewards.md)."""
+
+    timeout_s: float = 10.0  # of one call of a scorer, from when a worker takes it
+    workers: int = 1  # processes; not read where there is a url
+    # a call may take min(max(2 s, 1.5 times the slowest answer above 0 of its task so far), timeout_s), and timeout_s
+    # while there is none
+    adaptive_timeout: bool = False
+    # keyword arguments of a scorer's constructor, by its name; not read where there is a url: its service has them
+    options: Mapping[str, Any] = field(default_factory=dict)
+    url: str = ""  # of a reward service; "" = processes of this host
+    token_file: str = ""  # a file whose one line is the service's token; "" = none
+    connect_timeout_s: float = 2.0
+    read_timeout_s: float = 10.0  # for the service's answer beyond what its scorer may take
+    total_timeout_s: float = 120.0  # of a call with all its retries
+    retries: int = 5  # of one call, with random pauses that double; Retry-After is honoured
+    retry_budget: int = 256  # retries that all calls share; each answer fills it by one
+    connections: int = 64  # calls at once; the others wait
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+SHAPING = "shaping"  # the part of a reward that is trained on and is not in its value
 MAX_SUPPORT = 64  # most token ids that are kept of one token's sampled support
 
 
@@ -93,7 +94,7 @@ class StepResult:
 class EpisodeView:
     """What a Scorer may see of an episode."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # all that was said, the policy's turns among them
     turn_texts: tuple[str, ...]
     info: Mapping[str, float]
     step_rewards: tuple[float | None, ...]  # one a turn

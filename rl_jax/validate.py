@@ -24,7 +24,6 @@ from rl_jax.model_source import TOKENIZER_FILE
 from rl_jax.models import MODELS
 from rl_jax.models.features import ACTIVATIONS, ROPE_FIELDS, context_errors, feature_errors
 from rl_jax.progress import PROGRESS_FORMS
-from rl_jax.rewards import REWARDS
 from rl_jax.role_source import NEEDED_ROLE, role_errors
 from rl_jax.rollout.bound import ADAPTIVE, POLICIES
 from rl_jax.rollout.curriculum import curriculum_errors
@@ -33,6 +32,7 @@ from rl_jax.settings import MeshSettings, Settings
 from rl_jax.tokens import TOKENIZERS, TOOL_PARSERS
 from rl_jax.types import MAX_SUPPORT
 from rl_jax.validate_cluster import ELSEWHERE, HERE, cluster_errors
+from rl_jax.validate_rewards import reward_errors
 
 MODES = ("train", "eval", "rollout_only", "train_only")
 TOP_LEVEL = (
@@ -111,6 +111,12 @@ INTERVALS = {
     "rollout.max_filtered_batches": "[1, inf)",
     "rewards.timeout_s": "(0, inf)",
     "rewards.workers": "[1, inf)",
+    "rewards.connect_timeout_s": "(0, inf)",
+    "rewards.read_timeout_s": "(0, inf)",
+    "rewards.total_timeout_s": "(0, inf)",
+    "rewards.retries": "[0, inf)",
+    "rewards.retry_budget": "[0, inf)",
+    "rewards.connections": "[1, inf)",
     **{f"algorithm.{key}": interval for key, interval in options.INTERVALS.items()},
     "data.eval_share": "[0, 1)",
     "data.batch_rows": "[1, inf)",
@@ -328,7 +334,6 @@ def _task_errors(s: Settings) -> list[str]:
     for i, source in enumerate(s.tasks.sources):
         where = f"tasks.sources[{i}]"
         errors += check_name(f"{where}.env", source.env, ENVS)
-        errors += check_name(f"{where}.reward", source.reward, {"env": "", **REWARDS})
         for name, interval in SOURCE_INTERVALS.items():
             errors += _interval(f"{where}.{name}", getattr(source, name), interval)
         if not _TAG.fullmatch(source.tag):
@@ -337,6 +342,7 @@ def _task_errors(s: Settings) -> list[str]:
             errors.append(
                 f"{where}.tag={source.tag} is also the tag of another source; tags are unique"
             )
+    errors += reward_errors(s, check_name)
     if s.run_id and not _RUN_ID.fullmatch(s.run_id):
         errors.append(
             f"run_id={s.run_id!r} must be letters, digits, and . _ - (it is a part of every episode's uid)"

@@ -68,6 +68,7 @@ PART = {
     "overrides": "config",
     "validate": "config",
     "validate_cluster": "config",
+    "validate_rewards": "config",
     "role_source": "config",
     "model_source": "config",
     "configs": "config",
@@ -116,6 +117,9 @@ ONLY_IN = {
     "reasoning_gym": {"envs"},
     "ml_collections": {"rl_jax/config.py", "rl_jax/overrides.py", "rl_jax/configs", "mesh_configs"},
     "rich": {"rl_jax/live_view.py"},
+    "jsonschema": {"rl_jax/rewards/json_schema.py"},
+    "math_verify": {"rl_jax/rewards/math_answer.py"},
+    "uvicorn": {"rl_jax/tools/reward_server.py"},
     "psutil": {"rl_jax/rollout", "rl_jax/cluster.py", "rl_jax/run_dir.py"},
 }
 
@@ -123,7 +127,7 @@ ONLY_IN = {
 NO_JAX = (
     "rl_jax/__init__.py", "rl_jax/clock.py",
     "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/schema.py", "rl_jax/config.py",
-    "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/validate_cluster.py",
+    "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/validate_cluster.py", "rl_jax/validate_rewards.py",
     "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",
     "rl_jax/run_dir.py", "rl_jax/console.py", "rl_jax/disk.py", "rl_jax/metrics.py", "rl_jax/progress.py",
     "rl_jax/live_view.py",
@@ -134,6 +138,7 @@ NO_JAX = (
     "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",
     "rl_jax/models/hf_config.py", "rl_jax/models/hf_keys.py", "rl_jax/tools/convert.py",
     "rl_jax/tools/fetch_smollm2.py", "rl_jax/tools/check_env.py", "rl_jax/tools/env_checks.py",
+    "rl_jax/tools/reward_server.py",
     "envs", "mesh_configs",
 )  # fmt: skip
 
@@ -558,7 +563,8 @@ DISTRIBUTION = {"ml_collections": "ml-collections", "absl": "absl-py", "reasonin
 
 
 # Imported by one file each, and told where they are missing.
-EXTRAS = {"jetstream": "google-jetstream", "ray": "ray", "rich": "rich", "textarena": "textarena"}
+EXTRAS = {"jetstream": "google-jetstream", "ray": "ray", "rich": "rich", "jsonschema": "jsonschema",
+          "math_verify": "math-verify", "textarena": "textarena", "uvicorn": "uvicorn"}  # fmt: skip
 
 
 def test_dependencies_are_what_is_imported():

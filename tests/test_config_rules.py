@@ -35,6 +35,9 @@ def test_every_setting_has_a_rule():
         "reward_model.checkpoint",
         "reward_model.pool",
         "critic.pool",  # role_source.py
+        "rewards.url",
+        "rewards.token_file",
+        "rewards.options",  # validate_rewards.py
         "algorithm.reward_weights",  # rules.py
         "algorithm.episode_roles",  # names of an environment
         "algorithm.normalize",  # true, false or the algorithm's own

@@ -2,14 +2,14 @@
 
 A named algorithm is a PolicyAlgorithm with `estimate` (host, once a step: rewards -> advantages) and `loss` (inside
 jit: a loss a token). Round these two stand, in this order, the options of AlgorithmSettings:
-1 `filter` drops groups, and members, by their task rewards, before any shaping (filters.py). 2 `overlong`, a reward
-model's score and KL in the reward shape the rewards. 3 `estimate`; its advantages bounded and weighed by their
-sign (`advantage_clip`, `positive_weight`, `negative_weight`); and what of `correction` reads a whole batch
-(batch_correction.py). 4 What a ratio is taken against, by `old_policy`. 5 `correction`: rejection, veto, age, OPSM on
-the raw mask. What drops out is off the mask that `loss` sees, so that it has no part in a mean or sum of its turn or
-sequence either; the denominators count it all the same (unless correction.denominator says otherwise), so the other
-tokens' gradients do not grow. 6 `loss`, times the importance weights, detached. 7 KL in the loss and the entropy bonus,
-on every trained token.
+1 `filter` drops groups, and members, by their task rewards, before any shaping (filters.py). 2 The rewards' own part
+SHAPING, `overlong`, a reward model's score and KL in the reward shape the rewards. 3 `estimate`; its advantages bounded
+and weighed by their sign (`advantage_clip`, `positive_weight`, `negative_weight`); and what of `correction` reads a
+whole batch (batch_correction.py). 4 What a ratio is taken against, by `old_policy`. 5 `correction`: rejection, veto,
+age, OPSM on the raw mask. What drops out is off the mask that `loss` sees, so that it has no part in a mean or sum of
+its turn or sequence either; the denominators count it all the same (unless correction.denominator says otherwise), so
+the other tokens' gradients do not grow. 6 `loss`, times the importance weights, detached. 7 KL in the loss and the
+entropy bonus, on every trained token.
 State, which a checkpoint keeps: {"kl_coef", "entropy_coef", "entropy"}, each where it adapts.
 
 Which old policy: `behaviour` is the policy that sampled: with one update a step a ratio to the policy at step start is
@@ -40,7 +40,7 @@ from rl_jax.algorithms.shaping import overlong_penalty
 from rl_jax.algorithms.token_losses import TokenLoss, ppo
 from rl_jax.metrics import Metric
 from rl_jax.settings import AlgorithmSettings, CorrectionSettings
-from rl_jax.types import Group, Trajectory
+from rl_jax.types import SHAPING, Group, Trajectory
 
 # Part of a loss -> the figure that is its mean over the trained tokens.
 FIGURES = {
@@ -212,6 +212,8 @@ class PolicyAlgorithm(Base):
         if s.reward_model_coef:
             scores = s.reward_model_coef * scored.at_end(extras["reward_scores"])
             rewards = rewards + np.where(valid, scores, 0.0)
+        shaping = np.array([member.reward.parts.get(SHAPING, 0.0) for member in members])
+        rewards = rewards + np.where(valid, shaping, 0.0)
         scored = replace(scored, rewards=rewards)
         if s.kl.coef and s.kl.where == "reward":
             coef = (state or {}).get("kl_coef", s.kl.coef)

@@ -18,6 +18,7 @@ from typing import Any
 
 from rl_jax.types import Reward
 
+MAX_TEXT = 2000  # characters of a text that a service gave
 ENV_SCORER = "env"  # scorer_version of rewards that are the environment's own
 ROLE_PREFIX = "reward/"  # of a key of StepResult.info that says what a role of the episode got
 REMEDY = "give StepResult a reward in every step(), 0.0 for none, or name a scorer as the task source's reward"
@@ -121,3 +122,34 @@ def show(value: Any) -> str:
         return f"{repr(value[:80] if isinstance(value, str) else value)[:82]} ({kind})"
     except ValueError:  # Python prints no int of more than 4300 digits
         return f"a huge {kind}"
+
+
+def reward_to_json(reward: Reward) -> dict[str, Any]:
+    """Of a reward that went through checked()."""
+    return {
+        "value": reward.value,
+        "parts": dict(reward.parts),
+        "turn_values": list(reward.turn_values),
+        "status": reward.status,
+        "scorer_version": reward.scorer_version,
+        "detail": reward.detail,
+    }
+
+
+def reward_of(said: Any, scorer_version: str = "") -> Reward:
+    """The reward that a service's JSON tells; status "schema" and the reason if it tells none.
+
+    `value` is needed; `parts`, `turn_values`, `status` ("scored"), `scorer_version` and `detail` may be left out.
+    """
+    if not isinstance(said, dict):
+        return failed("schema", f"the service gave {show(said)}, no object", scorer_version)
+    parts, turns = said.get("parts", {}), said.get("turn_values", [])
+    texts = {"status": said.get("status", "scored"), "detail": said.get("detail", "")}
+    texts["scorer_version"] = said.get("scorer_version", scorer_version)
+    kinds = {"parts": (parts, dict), "turn_values": (turns, list)}
+    kinds |= {key: (text, str) for key, text in texts.items()}
+    for key, (value, kind) in kinds.items():
+        if not isinstance(value, kind):
+            return failed("schema", f"{key} is {show(value)}, no {kind.__name__}", scorer_version)
+    cut = {key: text[:MAX_TEXT] for key, text in texts.items()}
+    return checked(Reward(said.get("value"), parts, tuple(turns), **cut))

@@ -51,8 +51,13 @@ class ClosedEpisode:
         return sum(len(turn.tokens) for turn in self.turns)
 
 
-def assemble(episode: ClosedEpisode, reward: Reward) -> Trajectory:
-    """The trajectory of a closed episode. Its turns passed check_turn; FAILED and CANCELLED ones train nothing."""
+def assemble(
+    episode: ClosedEpisode, reward: Reward, turn_values: Sequence[float | None] | None = None
+) -> Trajectory:
+    """The trajectory of a closed episode. Its turns passed check_turn; FAILED and CANCELLED ones train nothing.
+
+    turn_values: the turns' rewards by a scorer, in place of the environment's.
+    """
     turns = episode.turns
     trained = episode.outcome in (Outcome.OK, Outcome.TRUNCATED)
     parts = [(turn.prompt_tokens, turn.tokens) for turn in turns]
@@ -71,7 +76,8 @@ def assemble(episode: ClosedEpisode, reward: Reward) -> Trajectory:
         versions[sampled] = np.concatenate([turn.versions for turn in turns])
         mixed[sampled] = np.concatenate([turn.context_mixed for turn in turns])
     turn_starts = np.cumsum([0, *map(sum, zip(sizes[::2], sizes[1::2], strict=True))])
-    rewards = [step.reward for step in episode.steps] + [None] * (len(turns) - len(episode.steps))
+    rewards = [step.reward for step in episode.steps] if turn_values is None else [*turn_values]
+    rewards += [None] * (len(turns) - len(rewards))
     support = _support(turns, sampled)
     arrays = {
         "tokens": tokens,

@@ -54,7 +54,7 @@ class Worker:
             for tag, source in self._sources.items()
         }
         self._scorers = {
-            name: _made(f"reward {name}", lambda t=target: resolve(t)())
+            name: _made(f"reward {name}", lambda n=name, t=target: _scorer(t, init["options"][n]))
             for name, target in init["scorers"].items()
         }
         self._tasks: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -143,8 +143,10 @@ class Worker:
 
     def _score(self, request: dict[str, Any]) -> list[Any]:
         task, view = wire.task_from_wire(request["task"]), wire.view_from_wire(request["view"])
-        reward = checked(self._scorers[request["name"]].score(task, view))
-        return wire.reward_to_wire(reward)
+        scorer = self._scorers[request["name"]]
+        if "turn" in request:
+            return wire.reward_to_wire(checked(scorer.score_turn(task, view, request["turn"])))
+        return wire.reward_to_wire(checked(scorer.score(task, view)))
 
     def _discard(self, number: int) -> None:
         """Close an instance whose episode is over anyway; its complaint is only printed."""
@@ -164,6 +166,10 @@ def _made(what: str, make: Callable[[], Any]) -> Any:
         return make()
     except (Exception, SystemExit) as error:
         raise NotMade(f"{what}: {error_line(error)}") from error
+
+
+def _scorer(target: str, options: dict[str, Any]) -> Any:
+    return resolve(target)(**options)
 
 
 def _splits(cls: Any) -> list[str]:

@@ -108,6 +108,8 @@ class EpisodeTools:
     turn_phase: str = (
         "sampling turn"  # what a turn's maker does, for the lines that say what was awaited
     )
+    # after a turn that the environment has answered; it must not wait
+    turn_ended: Callable[["Episode"], None] = lambda episode: None
 
 
 class EpisodeFailed(Exception):
@@ -255,7 +257,7 @@ class Episode:
         for step in self.steps:
             info.update(step.info)
         rewards = tuple(step.reward for step in self.steps)
-        return EpisodeView(tuple(self.messages), tuple(self.texts), info, rewards)
+        return EpisodeView(tuple(self.conversation), tuple(self.texts), info, rewards)
 
 
 def sample_seed(run_seed: int, epoch: int, index: int, sample: int, turn: int) -> int:
@@ -357,6 +359,7 @@ async def _play(
             )
         episode.steps.append(seen)
         episode.hear(seen.messages)
+        tools.turn_ended(episode)
         if seen.done:
             cuts = {FinishReason.LENGTH: "length", FinishReason.CONTEXT: "context"}
             cut = cuts.get(turn.finish)

@@ -24,7 +24,7 @@ from rl_jax.clock import now_s
 from rl_jax.ledger import EpisodeFacts, EpisodeRef, Ledger
 from rl_jax.rollout.assembly import ClosedEpisode, assemble
 from rl_jax.rollout.episode import Episode, EpisodeRules, EpisodeTools, run_episode
-from rl_jax.rollout.reward_service import RewardService
+from rl_jax.rollout.reward_service import RewardService, TurnScores
 from rl_jax.rollout.scheduler import REDUNDANT
 from rl_jax.rollout.traces import trajectory_sha256
 from rl_jax.rollout.turn_barrier import TurnBarrier
@@ -61,6 +61,7 @@ class Player:
     def __post_init__(self):
         self._in_a_row: Counter[str] = Counter()  # by reason
         self._row_began_s = 0.0  # monotonic, when its first failure was counted
+        self._turns: dict[str, TurnScores] = {}  # by session, of those whose turns are scored
 
     def issue(
         self,
@@ -80,25 +81,34 @@ class Player:
 
     async def play_turns(self, episode: Episode) -> None:
         """Run it until its outcome is set; when this returns its environment and its slot are free."""
-        await run_episode(
-            episode,
-            self.tools,
-            lambda: self.ledger.write(episode.ref, "RUNNING", facts=_facts(episode)),
-        )
+        tools, turns = self.tools, self.rewards.turns_of(episode.task)
+        if turns is not None:
+            self._turns[episode.session] = turns
+            tools = replace(tools, turn_ended=lambda episode: turns.ended(episode.view()))
+        try:
+            await run_episode(
+                episode,
+                tools,
+                lambda: self.ledger.write(episode.ref, "RUNNING", facts=_facts(episode)),
+            )
+        except BaseException:
+            self._forget_turns(episode)
+            raise
 
     async def score(self, episode: Episode) -> Trajectory:
         """Score, assemble and write how the attempt ended. Its outcome is OK, TRUNCATED or FAILED."""
-        closed = episode.close()
+        closed, turns = episode.close(), self._turns.get(episode.session)
         reward = Reward(None, {}, (), "error", "")
         if closed.outcome is not Outcome.FAILED:
             episode.enter("being scored")
-            reward, failure = await self.rewards.score(episode.task, episode.view())
+            reward, failure = await self.rewards.score(episode.task, episode.view(), turns)
             if failure is not None:
                 failure = replace(failure, detail=f"{episode.where}: {failure.detail}")
                 closed = replace(closed, outcome=Outcome.FAILED, failure=failure)
+        self._forget_turns(episode)
         if episode.outcome is Outcome.CANCELLED:  # cancelled while it was scored
             raise asyncio.CancelledError
-        trajectory = assemble(closed, reward)
+        trajectory = assemble(closed, reward, reward.turn_values if turns else None)
         if closed.failure is not None:
             self._write_failed(closed, closed.failure)
             self._count_in_a_row(closed.failure, episode.issued_s)
@@ -110,10 +120,15 @@ class Player:
     def cancel(self, episode: Episode, reason: str) -> None:
         """Write CANCELLED. The caller cancels the task that runs it."""
         episode.end(Outcome.CANCELLED)
+        self._forget_turns(episode)
         self.ledger.write(episode.ref, "CANCELLED", reason=reason, facts=_facts(episode))
         self.counts["episodes/cancelled"] += 1
         if reason == REDUNDANT:
             self.counts["episodes/cancelled_redundant"] += 1
+
+    def _forget_turns(self, episode: Episode) -> None:
+        if (turns := self._turns.pop(episode.session, None)) is not None:
+            turns.cancel()
 
     def _write_closed(self, trajectory: Trajectory) -> None:
         state = "COMPLETED" if trajectory.outcome is Outcome.OK else "TRUNCATED"

@@ -38,7 +38,7 @@ from rl_jax.rollout.scripted import ScriptPlan, scripted_trajectories
 from rl_jax.rollout.selection import dropped_counts
 from rl_jax.rollout.slots import Slots
 from rl_jax.rollout.worker import EnvError
-from rl_jax.settings import EvalSettings, RewardSettings, RolloutSettings
+from rl_jax.settings import EvalSettings, RewardSettings, RolloutSettings, TaskSource
 from rl_jax.types import Dropped, Group, Sampler, SchedulerPolicy, Task, Tick
 from rl_jax.waits import Wait, stack_head
 
@@ -78,6 +78,7 @@ class Rollout:
         5.0  # without a tick, after which the loop counts as blocked by what runs on it
     )
     rewards: RewardSettings = RewardSettings()
+    sources: Sequence[TaskSource] = ()  # what the episodes of a tag are scored by
     quarantine_dir: Path | None = None
 
     def __post_init__(self):
@@ -106,7 +107,7 @@ class Rollout:
         )
         self._player = Player(
             tools,
-            RewardService(self.pool, self.rewards, self.settings.episode_timeout_s),
+            RewardService(self.pool, self.rewards, self.settings.episode_timeout_s, self.sources),
             self.ledger,
             self.seed,
             self.settings.max_env_failures,
@@ -247,6 +248,8 @@ class Rollout:
         pool = self.pool.counts
         counts["episodes/cut_observations"] = pool["truncated_observations"]
         counts["rewards/restarts"] = pool["reward_restarts"]
+        counts["rewards/retries"] = pool["reward_retries"]
+        counts["rewards/rescored_turns"] = self._player.rewards.num_rescored
         counts["envs/restarts"] = pool["restarts"] - pool["reward_restarts"]
         counts["envs/close_failed"] = (
             self._player.counts["envs/close_failed"] + pool["close_failed"]

@@ -1,4 +1,4 @@
-"""EnvPool: blocking environments and scorers, made asynchronous, bounded and killable.
+"""EnvPool: blocking environments, made asynchronous, bounded and killable; and where the run's scorers are.
 
 Owns: the worker processes (process.py), which environment lives in which, and their replacement. The driver's process
 never imports an environment: task lists too are made in a worker and come as data.
@@ -10,14 +10,14 @@ Invariants
     workers of one place ended without a finished episode in between: then `failed` is set and open() raises it.
     At most envs_per_worker environments live in a worker, and at most max_live of a task source that has one, whoever
     plays them; one counts until its close() has come back. open() waits for a free place, with a deadline.
-    A scorer is pure: a call that its worker's end in another call took along is made again, one that its worker died in
-    is made once more. Only what hangs, raises or dies twice has no score.
+    Scorers have workers of their own (scorer_pool.py), or are a service's (http_scorers.py): `scorers`, which lives as
+    long as the pool does.
 
 Life
     1. spawn():    processes start and import in the background (call it before importing what is slow)
     2. prepare():  blocks until imports are done and all task lists are there: list_tasks(), splits(), has_script(),
                    and first_observations()
-    3. start():    on the loop's thread; then open() -> EnvHandle, reset(), step(), script(), close(); score()
+    3. start():    on the loop's thread; then open() -> EnvHandle, reset(), step(), script(), close()
     4. close():    environments are closed, processes ended
 
 Must not: know the scheduler, the ledger or a reward's meaning.
@@ -33,19 +33,17 @@ from typing import Any
 
 from envs import ENVS
 from rl_jax.rewards import REWARDS
-from rl_jax.rewards.check import failed
 from rl_jax.rollout import wire
 from rl_jax.rollout.blocking import run_blocking
+from rl_jax.rollout.http_scorers import HttpScorers, ServiceError
 from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess
+from rl_jax.rollout.scorer_pool import Answer, ScorerPool, pause_s
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
-from rl_jax.types import Action, EpisodeView, Failure, Message, Reward, StepResult, Task
+from rl_jax.types import Action, EpisodeView, Failure, Message, StepResult, Task
 from rl_jax.waits import Wait
 
 LOGGED = ("env_error", "env_timeout", "env_died")  # faults that leave a trace in a worker's log
 LOOK_S = 60.0  # for the first resets of an environment of which nothing is known
-FREE_RESTARTS = 2  # replacements without a pause
-SCORER_LIVES = 2  # calls that may end with their worker before the scorer is blamed
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before the later ones; doubles each time
 
 
 class EnvError(Exception):
@@ -152,16 +150,14 @@ class EnvPool:
         """
         rewards = rewards or RewardSettings()
         self.settings = settings
-        self.counts: Counter[str] = (
-            Counter()
-        )  # env_timeout, ..., restarts, truncated_observations, close_failed
+        # env_timeout, ..., restarts, truncated_observations, close_failed; and what scorers count
+        self.counts: Counter[str] = Counter()
         self.failed: EnvError | None = None
         self.step_limit = Limit(settings.step_timeout_s, "rollout.step_timeout_s")
         self._start_limit = Limit(settings.start_timeout_s, "rollout.start_timeout_s")
         self.open_limit = (
             self._start_limit
         )  # a place is free again when a worker that ended is replaced
-        self._score_limit = Limit(rewards.timeout_s, "rewards.timeout_s")
         self.log_dir = log_dir
         env_sources = [_source_to_wire(source) for source in sources]
         self._tags = [source.tag for source in sources]
@@ -171,17 +167,25 @@ class EnvPool:
             raise ValueError(
                 f"tasks.sources has a tag twice: {', '.join(sorted(self._tags))}; tags must differ"
             )
-        scorers = {
-            s.reward: _target("reward", s.reward, REWARDS) for s in sources if s.reward != "env"
-        }
+        names = {name for source in sources for name in source.scorers}
+        scorers = {name: _target("reward", name, REWARDS) for name in sorted(names)}
         common = {"max_obs_bytes": settings.max_obs_bytes}
         self._inits = {
             f"env_{i}": common | {"sources": env_sources, "scorers": {}}
             for i in range(settings.env_workers)
         }
-        if scorers:
-            scorer_init = common | {"sources": [], "scorers": scorers}
-            self._inits |= {f"reward_{i}": scorer_init for i in range(rewards.workers)}
+        self.scorers: ScorerPool | HttpScorers
+        if rewards.url:
+            self.scorers = HttpScorers(scorers, rewards, counts=self.counts)
+        else:
+            self.scorers = ScorerPool(
+                scorers,
+                rewards,
+                self._start_limit,
+                max_endings=settings.max_env_failures,
+                counts=self.counts,
+            )
+            self.scorers.on_failed = self._scorers_failed
         self._workers: dict[str, WorkerProcess] = {}
         self._tasks: dict[tuple[str, str], tuple[Task, ...]] = {}
         self._offers: dict[str, Any] = {}
@@ -198,6 +202,7 @@ class EnvPool:
         for name in self._inits:
             if name not in self._workers:
                 self._workers[name] = self._new_worker(name)
+        self.scorers.spawn()
 
     def prepare(self) -> None:
         """Block until the environments are imported and their tasks listed; a loop that runs on this thread waits too.
@@ -244,6 +249,10 @@ class EnvPool:
         async with self._borrowed():
             for worker in self._workers.values():
                 await worker.ready()
+            try:
+                await self.scorers.check()
+            except ServiceError as error:
+                raise EnvError("reward_service", str(error)) from None
             first = next(iter(self._workers.values()))
             self._offers = first.offers or {}
             for tag in self._tags:
@@ -303,8 +312,7 @@ class EnvPool:
                 await self._mend(name)
 
         async with self._borrowed():
-            names = [name for name in self._workers if name.startswith("env_")]
-            looks = [asyncio.create_task(look(name)) for name in names]
+            looks = [asyncio.create_task(look(name)) for name in self._workers]
             end_s, wait_s = time.monotonic() + most_s, patience_s
             while any(not task.done() for task in looks):
                 await asyncio.wait(looks, timeout=wait_s)
@@ -341,7 +349,8 @@ class EnvPool:
 
     def waits(self) -> list[Wait]:
         """What each busy worker works at. Any thread."""
-        return [wait for worker in list(self._workers.values()) if (wait := worker.wait)]
+        envs = [wait for worker in list(self._workers.values()) if (wait := worker.wait)]
+        return envs + self.scorers.waits()
 
     async def start(self) -> None:
         """Take the prepared workers onto the running loop. Raises EnvError, as prepare(), if not prepared before."""
@@ -351,6 +360,8 @@ class EnvPool:
             worker.attach(self._died)
             if self.log_dir is not None:
                 worker.log.open(self.log_dir)
+        self.scorers.log_dir = self.log_dir
+        await self.scorers.start()
 
     async def open(self, task: Task, uid: str, seed: int) -> EnvHandle:
         """A place for an episode of `task`, in the worker with the fewest; waits for one if all are taken.
@@ -370,26 +381,9 @@ class EnvPool:
         worker.num_live += 1
         return EnvHandle(self, worker, self._num_opened, task, uid, seed)
 
-    async def score(self, name: str, task: Task, view: EpisodeView) -> Reward:
-        """What the scorer says of a closed episode, checked; a status and its detail when it says nothing usable."""
-        payload = {"name": name, "task": wire.task_to_wire(task), "view": wire.view_to_wire(view)}
-        num_died = 0
-        while True:
-            try:
-                worker = await self._scorer()
-            except EnvError as error:
-                return failed("error", error.detail, name)
-            try:
-                answer = await worker.call("score", task.id, self._score_limit, **payload)
-            except WorkerFault as fault:
-                self.counts[f"reward_{fault.kind}"] += 1
-                num_died += fault.kind == "env_died"
-                if fault.kind == "env_lost" or 0 < num_died < SCORER_LIVES:
-                    continue
-                status = "timeout" if fault.kind == "env_timeout" else "error"
-                return failed(status, self._told(fault, worker), name)
-            self.finished(worker)
-            return wire.reward_from_wire(answer)
+    async def score(self, name: str, task: Task, view: EpisodeView, **asked: Any) -> Answer:
+        """As scorer_pool.Scorers."""
+        return await self.scorers.score(name, task, view, **asked)
 
     async def close(self) -> None:
         """End all processes. Idempotent."""
@@ -397,7 +391,8 @@ class EnvPool:
         self._place_free.set()
         for restart in self._restarts.values():
             restart.cancel()
-        await asyncio.gather(*(worker.close() for worker in self._workers.values()))
+        ends = (worker.close() for worker in self._workers.values())
+        await asyncio.gather(self.scorers.close(), *ends)
 
     # --- for handles --------------------------------------------------------------------------------------------------
 
@@ -407,7 +402,7 @@ class EnvPool:
         return EnvError(fault.kind, self._told(fault, worker))
 
     def finished(self, worker: WorkerProcess) -> None:
-        """An episode of this worker came to its end, or a scorer gave its reward: the place works."""
+        """An episode of this worker came to its end: the place works."""
         self._endings[worker.name] = 0
 
     def release(self, worker: WorkerProcess) -> None:
@@ -442,30 +437,10 @@ class EnvPool:
     def _emptiest(self) -> WorkerProcess | None:
         usable = [
             worker
-            for name, worker in self._workers.items()
-            if name.startswith("env_")
-            and worker.is_usable
-            and worker.num_live < self.settings.envs_per_worker
+            for worker in self._workers.values()
+            if worker.is_usable and worker.num_live < self.settings.envs_per_worker
         ]
         return min(usable, key=lambda worker: worker.num_live, default=None)
-
-    async def _scorer(self) -> WorkerProcess:
-        """The scorer's worker with the fewest calls; waits for one that is being replaced. Raises: EnvError."""
-
-        def idlest() -> WorkerProcess | None:
-            usable = [
-                w for n, w in self._workers.items() if n.startswith("reward_") and w.is_usable
-            ]
-            return min(usable, key=lambda worker: worker.num_waiting, default=None)
-
-        try:
-            return await self._until(idlest)
-        except TimeoutError:
-            limit = self.open_limit
-            raise EnvError(
-                "env_full",
-                f"no worker for scorers was started again within {limit.setting}={limit.seconds:g}",
-            ) from None
 
     async def _until(self, find: Callable[[], WorkerProcess | None]) -> WorkerProcess:
         """What find() finds, asked again whenever a worker may be free. Raises: TimeoutError; EnvError once no worker
@@ -496,19 +471,19 @@ class EnvPool:
             self.failed = EnvError(
                 "env_budget",
                 f"worker {name} ended {self._endings[name]} times in a row (rollout.max_env_failures={limit}) without "
-                f"{'a score' if name.startswith('reward_') else 'a finished episode'}; the last: {worker.fault}",
+                f"a finished episode; the last: {worker.fault}",
             )
             self._place_free.set()
             return
         self.counts["restarts"] += 1
-        if name.startswith("reward_"):
-            self.counts["reward_restarts"] += 1
         self._restarts[name] = asyncio.get_running_loop().create_task(self._replace(name))
 
+    def _scorers_failed(self, detail: str) -> None:
+        self.failed = EnvError("env_budget", detail)
+        self._place_free.set()
+
     async def _replace(self, name: str) -> None:
-        late = self._endings[name] - FREE_RESTARTS - 1
-        if late >= 0:
-            await asyncio.sleep(min(FIRST_PAUSE_S * 2**late, MAX_PAUSE_S))
+        await asyncio.sleep(pause_s(self._endings[name]))
         worker = self._workers[name] = self._new_worker(name)
         worker.attach(self._died)
         if self.log_dir is not None:

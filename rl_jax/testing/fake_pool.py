@@ -11,14 +11,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_jax.rollout.scorer_pool import Answer
 from rl_jax.rollout.worker import EnvError
-from rl_jax.types import Action, EpisodeView, Message, Reward, StepResult, Task
+from rl_jax.types import Action, EpisodeView, Message, StepResult, Task
 from rl_jax.waits import Wait
 
 
 @dataclass
 class FakePool:
-    """`envs`: task.env -> Environment class; `scorers`: task.reward -> a function of (task, view) -> Reward."""
+    """`envs`: task.env -> Environment class; `scorers`: task.reward -> a function of (task, view) -> Reward,
+    and of (task, view, turn) where it scores turns."""
 
     envs: Mapping[str, type]
     scorers: Mapping[str, Callable[[Task, EpisodeView], Any]] = field(default_factory=dict)
@@ -52,9 +54,12 @@ class FakePool:
         self.peak_live = max(self.peak_live, self.num_live)
         return FakeHandle(self, self.envs[task.env](), task, uid, seed)
 
-    async def score(self, name: str, task: Task, view: EpisodeView) -> Reward:
+    async def score(
+        self, name: str, task: Task, view: EpisodeView, *, turn: int | None = None, **asked: Any
+    ) -> Answer:
         await self.call("score", task.id)
-        return self.scorers[name](task, view)
+        of_turn = () if turn is None else (turn,)
+        return Answer(self.scorers[name](task, view, *of_turn), 0.0)
 
     async def call(self, verb: str, uid: str) -> None:
         await self.sleep(self.latency(verb, uid))

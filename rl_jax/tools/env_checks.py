@@ -252,7 +252,7 @@ class Checker:
             info,
             tuple(answer.reward for answer in answers[1:]),
         )
-        reward = await self._here.score(self._source.reward, one.task, view)
+        reward = (await self._here.score(self._source.reward, one.task, view)).reward
         if reward.status != "scored":
             told = f"{self._source.reward} gave status {reward.status}: {reward.detail}"
             self.report.add(

@@ -157,7 +157,7 @@ class Killer:
         if kind == "server":
             living = [s for s in self._servers if s.fenced is None and s.pid is not None]
         else:
-            workers = self._pool._workers.items()
+            workers = [*self._pool._workers.items(), *self._pool.scorers.workers.items()]
             living = [w for name, w in workers if name.startswith(kind) and w.is_usable]
         with self._lock:  # a process that was killed just now may not be known as dead yet
             pids = {one.pid for one in living} - self._killed

@@ -81,7 +81,7 @@ def test_code_is_scored_in_the_scorers_own_process():
 
         def score(code):
             view = EpisodeView((), (code,), {}, (0.0,))
-            return bench.run(bench.pool.score("code", task, view))
+            return bench.run(bench.pool.scorers.score("code", task, view)).reward
 
         assert score("def f(n): return n * n").value == 1.0
         wrong = score("def f(n): return n")
