@@ -209,17 +209,18 @@ class Driver:
             tries += 1
             with p.recorder.doing(f"the sync of version {version}"):
                 result = p.sync.publish(p.learner.params, version)
+            if result.state != "PUBLISHED":
+                p.recorder.event(
+                    "sync",
+                    state=result.state,
+                    version=version,
+                    fenced=list(result.fenced),
+                    detail=result.detail,
+                )
             if result.state in ("PUBLISHED", "PARTIAL"):
                 self.state.version, self._is_between = version, True
                 p.rollout.published(version)
                 return result
-            p.recorder.event(
-                "sync",
-                state=result.state,
-                version=version,
-                fenced=list(result.fenced),
-                detail=result.detail,
-            )
             if result.state == "FAILED":
                 break
         raise SyncFailed(

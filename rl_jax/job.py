@@ -27,7 +27,13 @@ from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.algorithms.plugin import make_algorithm
 from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
-from rl_jax.cluster import Cluster, learner_specs, make_cluster, make_starter
+from rl_jax.cluster import (
+    Cluster,
+    ServersNotReady,
+    learner_specs,
+    make_cluster,
+    make_starter,
+)
 from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.data.corpus import Corpus
 from rl_jax.data.stream import ExampleStream
@@ -55,6 +61,7 @@ from rl_jax.preflight_cluster import check_addresses, check_backend, check_gpus
 from rl_jax.preflight_model import check_weights, history_notes
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
+from rl_jax.remote.spec import Spec
 from rl_jax.remote.starter import Starter
 from rl_jax.resume import (
     METRICS,
@@ -280,8 +287,7 @@ def _run_mode(job: Job) -> None:
         return _fit(job, algorithm, checkpointer, recorder)
     others = learner_specs(setting.plan, settings)
     if mode == "train_only":
-        starter = make_starter(settings.cluster, job.run_dir.logs, others) if others else None
-        learning = _learning(job, algorithm, checkpointer, starter)
+        learning = _learning(job, algorithm, checkpointer, _starter(job, others))
         with job.progress.doing("the weights of the start"):
             state, _ = learning.begin()
         waits = (learning.waits, recorder.waits)
@@ -330,6 +336,21 @@ def _run_mode(job: Job) -> None:
     summary = recorder.summary(driver.state.evaluations, episodes, **saved)
     for line in report.closing_lines(job.run_dir, mode, summary, driver.state.version, settings):
         job.progress.note(line)
+
+
+def _starter(job: Job, specs: Sequence[Spec]) -> Starter | None:
+    """What starts the learner's processes where there are no servers. Raises: ServersNotReady."""
+    if not specs:
+        return None
+    starter = make_starter(job.settings.cluster, job.run_dir.logs, specs)
+    job.stack.callback(starter.close)
+    try:
+        starter.open(specs)
+    except OSError as error:
+        raise ServersNotReady(str(error)) from None
+    for line in starter.commands:
+        job.progress.note(line)
+    return starter
 
 
 def _learning(

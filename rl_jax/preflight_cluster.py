@@ -51,7 +51,7 @@ def check_addresses(cluster: ClusterSettings) -> None:
 
 
 def _check_ray(address: str) -> None:
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, ValueError) as error:

@@ -45,6 +45,8 @@ from rl_jax.settings import ClusterSettings
 ASK_S = 5.0  # for an answer that Ray has already
 PLACE_S = 15.0  # for Ray to take an actor
 END_S = 15.0  # for Ray to leave
+REACH_S = 30.0  # for a cluster to be joined
+START_S = 120.0  # for a Ray of this host to start
 TRACE = 0.001  # of a resource
 FOR_GOOD_S = 7 * 86400  # that Ray waits for a lost head, before it ends this process
 
@@ -147,6 +149,7 @@ class RayStarter:
             settings.host, settings.port, self._secret, [spec.name for spec in specs]
         )
         self._folder: Path | None = None  # of a Ray that was started here
+        self._is_over = threading.Event()
         self._is_ours = False
 
     def open(self, specs: Sequence[Spec]) -> None:
@@ -157,7 +160,7 @@ class RayStarter:
         if not ray.is_initialized():
             self._init([demand(spec) for spec in specs])
         end_s = time.monotonic() + NODES_S
-        while why := missing(specs, [n for n in ray.nodes() if n["Alive"]]):
+        while why := missing(specs, [n for n in _answer(ray.nodes, ASK_S) if n["Alive"]]):
             if time.monotonic() > end_s:
                 raise OSError(why)
             time.sleep(0.5)
@@ -224,6 +227,7 @@ class RayStarter:
                 _answer(ray.shutdown, END_S)
             except OSError as error:
                 log.warning("%s; what it runs on this host ends with this process", error)
+        self._is_over.set()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._network is not None:
@@ -242,7 +246,8 @@ class RayStarter:
             if self._settings.address:
                 _reach(self._settings.address)
                 del quiet["include_dashboard"]  # of another's cluster that is not ours to say
-                ray.init(address=self._settings.address, **quiet)
+                address = self._settings.address
+                _answer(lambda: ray.init(address=address, **quiet), REACH_S)
             else:
                 # One host stands for all: what the plan asks for, it has.
                 total = Counter()
@@ -251,15 +256,16 @@ class RayStarter:
                 num_cpus = max(int(total.pop("CPU")), os.cpu_count() or 1)
                 num_gpus = total.pop("GPU", None)
                 self._folder = Path(tempfile.mkdtemp(prefix="rlj"))
-                ray.init(
-                    address="local",
-                    num_cpus=num_cpus,
-                    num_gpus=num_gpus,
-                    resources=dict(total),
-                    _node_ip_address="127.0.0.1",
-                    _temp_dir=str(self._folder / "r"),  # which Ray opens to everybody
-                    **quiet,
-                )
+                host: dict[str, Any] = {
+                    "address": "local",
+                    "num_cpus": num_cpus,
+                    "num_gpus": num_gpus,
+                    "resources": dict(total),
+                    "_node_ip_address": "127.0.0.1",
+                    "_temp_dir": str(self._folder / "r"),  # which Ray opens to everybody
+                }
+                # What Ray starts here ends with the thread that started it.
+                _answer(lambda: ray.init(**host, **quiet), START_S, self._is_over)
             self._is_ours = True
         except (RayError, OSError, RuntimeError, ValueError) as error:
             where = self._settings.address or "this host"
@@ -268,8 +274,11 @@ class RayStarter:
             signal.signal(signal.SIGTERM, handler)  # Ray puts its own in its place
 
 
-def _answer(question: Callable[[], Any], timeout_s: float) -> Any:
-    """What Ray answers. Raises: OSError where nothing comes in time (the thread that asks is left behind); as asked."""
+def _answer(
+    question: Callable[[], Any], timeout_s: float, is_over: threading.Event | None = None
+) -> Any:
+    """What Ray answers. is_over: the thread that asks lives until then. Raises: OSError where nothing comes in time (the
+    thread is left behind); as asked."""
     answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
 
     def ask() -> None:
@@ -277,6 +286,8 @@ def _answer(question: Callable[[], Any], timeout_s: float) -> Any:
             answers.put((question(), None))
         except Exception as error:  # the boundary to Ray: whatever it is, it is the caller's
             answers.put((None, error))
+        if is_over is not None:
+            is_over.wait()
 
     threading.Thread(target=ask, name="ray-question", daemon=True).start()
     try:

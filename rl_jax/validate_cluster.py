@@ -21,6 +21,11 @@ def drives_from_cpu(s: Settings) -> bool:
     return s.mesh.platform == "gpu" and is_elsewhere
 
 
+def _is_head(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return address == "auto" or (bool(host) and "/" not in host and port.isdecimal())
+
+
 def _transport(s: Settings) -> Iterator[str]:
     c, transport = s.cluster, s.weights.transport
     if c.backend == "inproc" and transport in ELSEWHERE:
@@ -32,6 +37,11 @@ def _transport(s: Settings) -> Iterator[str]:
         yield (
             f"weights.transport={transport} is to servers of the driver's process, and cluster.backend={c.backend} has"
             f" none; use auto, {', '.join(ELSEWHERE[:-1])} or {ELSEWHERE[-1]}"
+        )
+    if c.backend == "inproc" and c.learner_processes and transport in HERE:
+        yield (
+            f"weights.transport={transport} is from a train mesh of the driver's process, and"
+            f" cluster.learner_processes={c.learner_processes} trains elsewhere; use auto"
         )
     if c.stores and c.backend not in STORING:
         yield f"cluster.stores={c.stores} is not used by backend {c.backend}; leave it 0"
@@ -47,6 +57,13 @@ def cluster_errors(s: Settings) -> Iterator[str]:
     c = s.cluster
     if c.address and c.backend != "ray":
         yield f"cluster.address={c.address} is not used by backend {c.backend}; leave it empty"
+    if c.address and c.backend == "ray" and not _is_head(c.address):
+        yield (
+            f"cluster.address={c.address} is no address of a Ray head; give HOST:PORT as `ray start --head` tells it"
+            " (not ray://, which is Ray's client), auto, or nothing for a Ray of this host alone"
+        )
+    if c.stores > 1 and c.backend == "local":
+        yield f"cluster.stores={c.stores}: backend local is one host, which needs one; use 1 or 0"
     if c.port and c.backend not in LISTENING:
         yield f"cluster.port={c.port} is not used by backend {c.backend}, which listens nowhere; leave it 0"
     if c.host in ("", "0.0.0.0", "::") and c.backend in LISTENING:
@@ -78,7 +95,7 @@ def cluster_errors(s: Settings) -> Iterator[str]:
             "serve.pd_balance=auto moves servers of the driver's process only; use cluster.backend=inproc, or"
             " serve.pd_balance=fixed"
         )
-    if s.serve.affinity == "auto":
+    if s.serve.affinity == "auto" and c.backend != "inproc":
         yield (
             "serve.affinity=auto reads what turns cost on servers of the driver's process only; use cluster.backend="
             "inproc, or serve.affinity=declared"

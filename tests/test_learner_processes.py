@@ -38,10 +38,12 @@ def learners():
     return sorted(found, key=lambda child: child.create_time())
 
 
-def kill_after(metrics, num_rows, killed):
-    """A process of the learner, once so many steps are recorded."""
+def kill_after(metrics, num_rows, killed, heard):
+    """A process of the learner, once so many steps are recorded. heard: gets the addresses that they listen on."""
     while not metrics.exists() or metrics.read_text().count('optim/grad_norm"') < num_rows:
         time.sleep(0.005)
+    for process in learners():
+        heard += [c.laddr.ip for c in process.net_connections("tcp") if c.status == "LISTEN"]
     victim = learners()[1]
     victim.kill()
     killed.append(victim.pid)
@@ -65,10 +67,11 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (folder / "three.py").write_text(MESH)
     killed: list[int] = []
+    heard: list[str] = []
     for name, more in (("here", ()), ("there", (TWO,))):
         run = folder / name
         if more:
-            args = (run / "metrics.jsonl", 2, killed)
+            args = (run / "metrics.jsonl", 2, killed, heard)
             threading.Thread(target=kill_after, args=args, daemon=True).start()
         words = [f"--config={FILE}", f"--run_dir={run}", "--config.run_id=r", *more]
         words += [f"--mesh={folder / 'three.py'}", f"--config.steps={STEPS}"]
@@ -78,6 +81,7 @@ def runs(tmp_path_factory):
         assert launch.main(words) == 0
     assert killed and not psutil.pid_exists(killed[0])
     assert learners() == []
+    assert heard and {ip.removeprefix("::ffff:") for ip in heard} <= {"127.0.0.1", "::1"}
     return folder
 
 
@@ -119,6 +123,23 @@ def test_run_goes_on_where_another_number_of_processes_left_it(runs):
     assert weights(run, STEPS + 1)["step"] != weights(run, STEPS)["step"]
 
 
+@pytest.mark.slow
+def test_processes_of_a_run_that_replays_are_asked_for_as_a_live_runs_are(runs, tmp_path, capsys):
+    """The command is told, who did not come is named, and the secret's file goes."""
+    words = [f"--config={FILE}", f"--run_dir={tmp_path / 'r'}", "--mode=train_only"]
+    words += [f"--mesh={runs / 'three.py'}", f"--config.rollout.replay_dir={runs / 'here'}"]
+    words += [TWO, "--config.cluster.backend=external", "--config.cluster.start_timeout_s=2"]
+    assert launch.main(words) == 5
+    (log,) = (tmp_path / "r").glob("logs/*/driver.log")
+    said = log.read_text()
+    for name in ("learner.0", "learner.1"):
+        assert "rl_jax.learner_process --connect=127.0.0.1:" in said
+        assert f"--server={name}" in said
+    error = capsys.readouterr().err
+    assert "run the command that was printed for each" in error and "ended here" not in error
+    assert not list((tmp_path / "r").glob("logs/*/cluster.secret"))
+
+
 def refused(*words):
     with pytest.raises(config.ConfigError) as caught:
         config.parse(list(words))
@@ -131,6 +152,10 @@ def test_processes_must_share_the_train_mesh_evenly_and_hold_all_that_scores():
     (error,) = refused(mesh, "--config.cluster.learner_processes=3")
     assert "cluster.learner_processes=3 does not divide the 4 devices of the train mesh" in error
     (error,) = refused(mesh, TWO, "--config.mesh.platform=")
-    assert "cluster.learner_processes gives each process simulated CPU devices" in error
+    assert "cluster.learner_processes gives each process devices of its own" in error
+    errors = refused(mesh, TWO, "--config.weights.transport=reshard")
+    assert errors[0].startswith(
+        "weights.transport=reshard is from a train mesh of the driver's process"
+    )
     errors = refused(mesh, TWO, "--config.algorithm.name=sft", "--config.data.path=x.jsonl")
     assert any("trains on rows of data trains in the driver's process; use 0" in e for e in errors)

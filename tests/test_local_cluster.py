@@ -249,6 +249,9 @@ def test_address_to_listen_on_is_one_that_others_can_use():
     (error,) = refused(external, "--config.cluster.port=70000")
     assert "cluster.port=70000" in error
     alone = "--config.cluster.backend=ray"
+    for address in ("garbage", "ray://10.0.0.5:10001", "10.0.0.5:", ":6379"):
+        (error,) = refused(alone, f"--config.cluster.address={address}")
+        assert f"cluster.address={address} is no address of a Ray head; give HOST:PORT" in error
     (error,) = refused(alone, "--config.cluster.host=10.0.0.5")
     assert (
         "cluster.host=10.0.0.5 is not in the private network of a Ray that the run starts" in error

@@ -18,7 +18,7 @@ from typing import Any
 
 from rl_jax.remote.channel import Answer, Channel
 from rl_jax.remote.framing import Unsendable
-from rl_jax.remote.process import RemoteProcess
+from rl_jax.remote.process import ENDED_HERE, RemoteProcess
 from rl_jax.remote.spec import Spec
 from rl_jax.remote.starter import Starter
 from rl_jax.settings import ClusterSettings
@@ -93,7 +93,10 @@ class Group:
                 break
             self._channels.append(channel)
         if (why := self._lost) is not None:
-            raise GroupLost("; ".join([why, *self.end()]))
+            said, _, _ = why.partition(":")
+            hows = [how.partition(": ") for how in self.end()]
+            others = ["".join(how) for how in hows if how[0] != said and how[2] != ENDED_HERE]
+            raise GroupLost("; ".join([why, *others]))
 
     def order(
         self,
@@ -121,7 +124,7 @@ class Group:
 
     def end(self) -> list[str]:
         """Kill every process, and wait until it is gone. Returns: how each came to its end."""
-        self._ended(self._num, "it was ended here")
+        self._ended(self._num, ENDED_HERE)
         hows = [f"{process.name}: {process.end()}" for process in self._processes]
         for how in hows:
             log.info("%s", how)

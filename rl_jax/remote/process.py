@@ -17,6 +17,7 @@ from rl_jax.settings import ClusterSettings
 
 LOOK_S = 0.5
 DYING_S = 1.0  # for a process whose connection ended to end by itself, which tells how
+ENDED_HERE = "it was ended here"  # why, of a process that nothing was wrong with
 
 
 class RemoteProcess:
@@ -84,7 +85,7 @@ class RemoteProcess:
 
     def end(self) -> str:
         """Kill it with all it started, and wait until it is gone. Returns: how it came to its end."""
-        self.give_up("it was ended here")
+        self.give_up(ENDED_HERE)
         channel = self.channel
         is_cut = channel is not None and channel.closed is not None
         how = self._handle.ended(DYING_S if is_cut else 0.0)

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -188,3 +191,29 @@ def test_a_process_with_gpus_takes_them_of_ray_beside_its_hardwares_resource():
     assert ray_cluster.demand(replace(four, hardware="gpu")) == {"CPU": 1.0, "GPU": 4.0}
     both = {"CPU": 1.0, "GPU": 4.0, "h200": 4.0}
     assert ray_cluster.demand(replace(four, hardware="h200")) == both
+
+
+HANGS = """
+import socket, sys
+from rl_jax import ray_cluster
+from rl_jax.settings import ClusterSettings
+listener = socket.create_server(("127.0.0.1", 0))
+ray_cluster.REACH_S = 3.0
+address = f"127.0.0.1:{listener.getsockname()[1]}"
+starter = ray_cluster.RayStarter(ClusterSettings(backend="ray", address=address), None, [])
+try:
+    starter.open([])
+except OSError as error:
+    print("told:", error, flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_what_listens_at_the_address_and_is_no_ray_is_told_in_time(kit):
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, cwd=root
+    )
+    assert "told: there is no Ray at 127.0.0.1:" in done.stdout, done.stderr
+    assert "Ray did not answer within 3 s" in done.stdout
