@@ -277,8 +277,10 @@ class RayStarter:
 def _answer(
     question: Callable[[], Any], timeout_s: float, is_over: threading.Event | None = None
 ) -> Any:
-    """What Ray answers. is_over: the thread that asks lives until then. Raises: OSError where nothing comes in time (the
-    thread is left behind); as asked."""
+    """What Ray answers. is_over: the thread that asks lives until then.
+
+    Raises: OSError where nothing comes in time (the thread is left behind); as asked.
+    """
     answers: queue.Queue[tuple[Any, Exception | None]] = queue.Queue()
 
     def ask() -> None:

@@ -130,7 +130,7 @@ def test_processes_of_a_run_that_replays_are_asked_for_as_a_live_runs_are(runs, 
     words += [f"--mesh={runs / 'three.py'}", f"--config.rollout.replay_dir={runs / 'here'}"]
     words += [TWO, "--config.cluster.backend=external", "--config.cluster.start_timeout_s=2"]
     assert launch.main(words) == 5
-    (log,) = (tmp_path / "r").glob("logs/*/driver.log")
+    (log,) = (tmp_path / "r").glob("logs/attempt_*/driver.log")
     said = log.read_text()
     for name in ("learner.0", "learner.1"):
         assert "rl_jax.learner_process --connect=127.0.0.1:" in said
