@@ -1,5 +1,7 @@
 """ENVS: the environments by name. Importing it imports none of them.
 
+`python -m rl_jax.tools.check_env NAME` says what is wrong with one; docs/environments.md has those that are here.
+
 An environment is one file here: a class with the Environment protocol of rl_jax.types, plain blocking
 Python. It runs in a worker process that is bounded and killable, so it may block, raise and print. It
 imports rl_jax.types, rl_jax.sandbox and its own libraries, nothing else of rl_jax.

@@ -185,6 +185,14 @@ def test_a_scorer_is_asked_and_all_checks_end_by_their_deadline(capsys, own):
 
 
 @pytest.mark.slow
+def test_after_two_hangs_no_further_episode_is_played(capsys):
+    words = ["--config", "fault=hang", "at=step", "num_tasks=8", *FAST]
+    code, told = checked(capsys, MISBEHAVING, *words)
+    assert code == 1 and told["episodes"] == 16  # the resets that compare the splits
+    assert [(f["check"], f["count"]) for f in told["faults"]] == [("random policy", 2)]
+
+
+@pytest.mark.slow
 def test_an_observation_over_the_bound_is_found(capsys):
     code, told = checked(capsys, "rl_jax.testing.envs:EchoEnv", "--max_obs_bytes=5")
     assert code == 1 and [fault["check"] for fault in told["faults"]] == ["observation"]
