@@ -1,6 +1,7 @@
 """tasks.sources[..].max_live: no more environments of a source live at once, and nobody else waits for it."""
 
 import asyncio
+import textwrap
 import time
 from dataclasses import replace
 
@@ -208,3 +209,28 @@ def test_a_limit_that_is_none_is_refused(value):
         parse([f"--config.tasks.sources[0].max_live={value}"])
     assert "tasks.sources[0].max_live" in str(error.value)
     assert parse(["--config.tasks.sources[0].max_live=4"]).settings.tasks.sources[0].max_live == 4
+
+
+ALONE = """
+    import os, time
+    from rl_jax.testing.envs import EchoEnv
+
+
+    class Alone(EchoEnv):
+        def reset(self, task, seed):
+            os.mkdir("{path}")  # raises while another is there
+            time.sleep(0.1)
+            os.rmdir("{path}")
+            return super().reset(task, seed)
+"""
+
+
+@pytest.mark.slow
+def test_a_look_at_first_observations_keeps_to_the_limit(tmp_path, monkeypatch):
+    body = textwrap.dedent(ALONE).replace("{path}", str(tmp_path / "there"))
+    (tmp_path / "alone_env.py").write_text(body, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    source = TaskSource(tag="alone", env="alone_env:Alone", max_live=1)
+    bench = Bench([source], env_workers=2, look=("alone",) * 4)
+    bench.close()
+    assert [seen.messages[0].content for seen in bench.seen] == ["say ant0"] * 4
