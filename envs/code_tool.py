@@ -51,7 +51,9 @@ class CodeToolConfig:
     reward_by: str = "all"  # all | fraction
     sandbox: str = "bubblewrap"  # a name of rl_jax.sandbox.BACKENDS
     python: str = "python3"  # on the sandbox's PATH
-    wall_s: float = 5.0  # of a program, and of all tests together
+    wall_s: float = (
+        4.0  # of a program, and of all tests together; twice is below rollout.step_timeout_s
+    )
     memory_mb: int = 256
     max_chars: int = 1000  # of what a program printed, as the policy sees it
     # the system message; {what} is the function, {how} says of the tool; "" = none

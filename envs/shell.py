@@ -49,7 +49,7 @@ class ShellConfig:
     families: tuple[str, ...] = ("write", "count", "rename", "total")  # in turn
     max_calls: int = 6  # of the tool
     sandbox: str = "bubblewrap"  # a name of rl_jax.sandbox.BACKENDS
-    wall_s: float = 5.0  # of a command
+    wall_s: float = 4.0  # of a command; twice is below rollout.step_timeout_s
     memory_mb: int = 256
     max_chars: int = 1000  # of what a command printed, as the policy sees it
     instructions: str = INSTRUCTIONS  # the system message; {calls} is max_calls; "" = none

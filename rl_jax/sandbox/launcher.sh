@@ -10,7 +10,8 @@ if [ -p "$report" ]; then exec 9>"$report"; else exec 9>&"$report" {report}>&- &
 cd /box/work || exit 1
 if [ "$size" -gt 0 ]; then head -c "$size" | tar -xf - || { printf F >&9; exit 1; }; fi
 printf R >&9
-[ -z "$asks" ] || read -r -n 1 -u 9 _
+# No answer: who asked is gone, maybe before this could be told to end with it.
+[ -z "$asks" ] || read -r -n 1 -u 9 _ || exit 1
 if [ "$keeps" = 0 ] && [ $$ != 1 ]; then exec "$@" 9>&-; fi
 exec 8>&2 2>/dev/null
 "$@" 2>&8 8>&- 9>&-

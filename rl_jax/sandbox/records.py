@@ -26,7 +26,7 @@ class SandboxMissing(SandboxError):
 class Limits:
     """Of one job, all its processes together unless it says otherwise."""
 
-    wall_s: float = 10.0
+    wall_s: float = 10.0  # waits for a processor that is free aside, up to as much again
     cpu_s: int = 5  # of each process
     memory_bytes: int = 512 << 20  # address space of each process, and memory of all together
     processes: int = 32  # threads count

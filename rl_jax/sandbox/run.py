@@ -7,8 +7,11 @@ Invariants
     The process starts with no environment, no descriptor and no terminal of this one's, in a session of its own inside.
     Output is read as it comes and kept up to its limit; what is beyond is counted and thrown away, and a program that
     prints FLOOD times as much is ended.
+    A program is not ended for what the machine lacks: time that it was ready to run and no processor was free is not
+    counted, up to Limits.wall_s once more.
     A program's failure is a Result. SandboxError says that it never ran, or that this machine failed it.
-    A sandbox ends with the thread that runs it, however that ends; so run() must be called from a thread that stays.
+    A sandbox ends with the thread that runs it, however that ends: by PDEATHSIG, or before that is set because the
+    launcher gets no answer. So run() must be called from a thread that stays.
 
 Life
     1. the files go into one sealed, unnamed file, before what the program reads as stdin
@@ -196,7 +199,7 @@ def _follow(live: _Live, job: Job, started_s: float) -> Result:
     err = _Stream(process.stderr.fileno(), limits.output_bytes)
     most = limits.disk_bytes + ENTRY_BYTES * limits.files
     report = _Stream(live.report_fd, most + 1)
-    limit = _until_end(live, limits, (out, err, report), started_s + limits.wall_s)
+    limit = _until_end(live, limits, (out, err, report), started_s)
     if limit:
         live.end()
     status = live.wait()
@@ -224,7 +227,7 @@ def _follow(live: _Live, job: Job, started_s: float) -> Result:
     )
 
 
-def _until_end(live: _Live, limits: Limits, streams: tuple[_Stream, ...], deadline_s: float) -> str:
+def _until_end(live: _Live, limits: Limits, streams: tuple[_Stream, ...], started_s: float) -> str:
     """Read the streams until the sandbox ended; the limit that it passed, "" = none."""
     out, err, report = streams
     poll = select.poll()
@@ -232,11 +235,15 @@ def _until_end(live: _Live, limits: Limits, streams: tuple[_Stream, ...], deadli
     for descriptor in (*by_descriptor, live.exit_fd):
         poll.register(descriptor, select.POLLIN)
     is_fifo = bool(live.command.folder)  # which has no end, as this process may write to it
+    deadline_s = started_s + limits.wall_s
     next_look_s, has_ended = time.monotonic() + LOOK_S, False
     while by_descriptor or not has_ended:
         now_s = time.monotonic()
         if now_s >= deadline_s:
-            return "wall"
+            waited_s = watch.waited_s(watch.descendants(live.process.pid))
+            deadline_s = started_s + limits.wall_s + min(waited_s, limits.wall_s)
+            if now_s >= deadline_s:
+                return "wall"
         for descriptor, _ in poll.poll(1000 * max(0.0, min(deadline_s, next_look_s) - now_s)):
             if descriptor == live.exit_fd:
                 has_ended = True

@@ -28,6 +28,11 @@ def held_bytes(pids: list[int]) -> int:
     return sum(_held(pid) for pid in pids)
 
 
+def waited_s(pids: list[int]) -> float:
+    """Seconds that the process which waited longest for a processor was ready to run and did not."""
+    return max(map(_waited_s, pids), default=0.0)
+
+
 def num_files(first: int, path: str) -> int:
     """Files on the file system at an absolute path of a sandbox; 0 where that may not be asked."""
     try:
@@ -79,6 +84,14 @@ def _held(pid: int) -> int:
             return 1024 * sum(int(number) for number in _HELD.findall(file.read()))
     except OSError:
         return 0
+
+
+def _waited_s(pid: int) -> float:
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):  # it is gone, or the kernel does not count
+        return 0.0
 
 
 def _open(pid: int) -> int | None:

@@ -39,7 +39,7 @@ def test_files_last_between_turns_and_processes_do_not():
         "mkdir d; echo one > d/a; sleep 60 & cd d",
         "cat d/a; pwd; cat /proc/[0-9]*/comm | grep -c sleep",
         "exit 3",
-        "x=1; sleep 60 & cat /proc/[0-9]*/comm | grep -c sleep >&2",
+        "sleep 60 & sleep 0.3; cat /proc/[0-9]*/comm | grep -c sleep >&2",
     )
     ok = "[exit status 0]"
     assert said == [ok, "one\n/box/work\n0\n[exit status 1]", "[exit status 3]", f"1\n{ok}"]

@@ -1,6 +1,7 @@
 """A job in a sandbox: what comes back, what is left of it, and what is told where it cannot run."""
 
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_jax.sandbox import owner
+from rl_jax.sandbox import owner, watch
 from rl_jax.sandbox.files import BadSnapshot, read_files
-from rl_jax.sandbox.records import Job, Limits, SandboxError
+from rl_jax.sandbox.records import Ends, Job, Limits, SandboxError
 from rl_jax.sandbox.run import Sandbox
 from rl_jax.sandbox.text import readable
 
@@ -71,14 +72,29 @@ def test_work_goes_from_job_to_job_as_it_was_left(backend):
         read_files(b"x" * 1024, 1 << 20)
 
 
+CROWD = """
+import os, time
+if os.fork() == 0:
+    while True:
+        try:
+            if os.fork() == 0:
+                time.sleep(60)
+        except OSError:
+            pass
+time.sleep(0.4)
+with open("a", "w") as file:
+    file.write("x")
+"""
+
+
 @pytest.mark.slow
 def test_processes_that_a_program_leaves_do_not_keep_its_files(backend):
     """They take all places that the limit gives, also that of what sends the files."""
     limits = replace(LIMITS, processes=16)
-    crowd = "echo x > a; i=0; while [ $i -lt 30 ]; do sleep 60 & i=$((i + 1)); done"
-    result = backend.run(shell(crowd, limits=limits, keeps_files=True))
+    job = Job(("python3", "-c", CROWD), limits=limits, keeps_files=True)
+    result = backend.run(job)
     assert result.limit == "" and result.wall_s < 15.0
-    assert result.snapshot and read_files(result.snapshot, 1000) == {"a": b"x\n"}
+    assert result.snapshot and read_files(result.snapshot, 1000) == {"a": b"x"}
 
 
 @pytest.mark.slow
@@ -94,6 +110,33 @@ def test_an_end_by_a_limit_keeps_no_files_and_the_output_so_far(bubblewrap):
     result = bubblewrap.run(shell("echo so far; touch a; sleep 9", limits=limits, keeps_files=True))
     assert (result.limit, result.stdout, result.snapshot) == ("wall", b"so far\n", None)
     assert 0.5 <= result.wall_s < 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waited_s, took_s", [(0.0, 0.3), (0.2, 0.5), (60.0, 0.6)])
+def test_waits_for_a_processor_are_not_counted_up_to_a_bound(
+    waited_s, took_s, bubblewrap, monkeypatch
+):
+    monkeypatch.setattr(watch, "waited_s", lambda pids: waited_s)
+    result = bubblewrap.run(shell("sleep 9", limits=replace(LIMITS, wall_s=0.3)))
+    assert result.limit == "wall" and took_s <= result.wall_s < took_s + 3.0
+
+
+@pytest.mark.slow
+def test_a_process_that_others_keep_from_running_has_waited():
+    spin = [sys.executable, "-c", "while True: pass"]
+    processor = min(os.sched_getaffinity(0))
+    both = [subprocess.Popen(["taskset", "-c", str(processor), *spin]) for _ in range(2)]
+    idle = subprocess.Popen(["sleep", "60"])
+    try:
+        deadline_s = time.monotonic() + 20
+        while watch.waited_s([both[0].pid]) < 0.1 and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        assert watch.waited_s([idle.pid, both[0].pid]) >= 0.1 > watch.waited_s([])
+    finally:
+        for process in (*both, idle):
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.slow
@@ -212,6 +255,29 @@ for _ in range({num}):
     threading.Thread(target=sandbox.run, args=(job,)).start()
 print("started", flush=True)
 """
+
+
+@pytest.mark.slow
+def test_a_sandbox_that_nobody_answers_does_not_run_its_program(bubblewrap):
+    """Its owner died before it was told to end with it: here the answer never comes, and the link ends."""
+    ours, theirs = socket.socketpair()
+    job = shell("echo ran; sleep 60")
+    command = bubblewrap._backend.command(
+        job, Ends(theirs.fileno(), 0, False, owner.new_tag(9.0, 1), 1)
+    )
+    argv = [
+        word for word in command.argv if word not in ("--pdeathsig", "KILL", "--die-with-parent")
+    ]
+    with subprocess.Popen(
+        argv, env={**command.environment}, pass_fds=command.descriptors,
+        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
+    ) as live:  # fmt: skip
+        for descriptor in command.closes:
+            os.close(descriptor)
+        theirs.close()
+        assert ours.recv(1) == b"R"
+        ours.close()
+        assert live.communicate(timeout=20)[0] == b""
 
 
 @pytest.mark.slow(seconds=3)
