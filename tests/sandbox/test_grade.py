@@ -38,9 +38,6 @@ ANSWERS = {
     "claims to pass": (
         "import os\nfor i in range(3):\n    os.write(3, b'[%d, \"value\", true]\\n' % i)\nos._exit(0)", (0, 0, 0), ""
     ),
-    "seeks the answers": (
-        "import glob\nx = ''.join(open(p).read() for p in glob.glob('*.json'))\ndef f(n): return x", (0, 0, 0), ""
-    ),
 }  # fmt: skip
 
 
@@ -51,6 +48,27 @@ def test_functions_are_graded_case_by_case(name, grader):
     grade = grader.grade(code, DOUBLE)
     assert grade.passed == tuple(map(bool, passed)) and said in grade.said
     assert grade.fraction == sum(passed) / 3 and grade.is_right == all(passed)
+
+
+SEEK = """
+import glob
+wanted, seen = "73" + "219", ""
+for path in glob.glob("/box/**", recursive=True) + glob.glob("/proc/[0-9]*/*"):
+    try:
+        seen += open(path, errors="replace").read(100_000)
+    except OSError:
+        pass
+def f(n):
+    return int(wanted) if wanted in seen else 0
+"""
+
+
+@pytest.mark.slow
+def test_what_is_expected_never_enters_the_sandbox(grader):
+    assert grader.grade(
+        SEEK, [{"args": [73219], "expected": 73219}]
+    ).is_right  # it does find what is there
+    assert not grader.grade(SEEK, [{"args": [1], "expected": 73219}]).is_right
 
 
 @pytest.mark.slow
