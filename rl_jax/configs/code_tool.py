@@ -2,8 +2,8 @@
 
     python -m rl_jax.launch --config=code_tool
 
-Needs a sandbox: apt-get install bubblewrap. Success of 64 evaluation episodes on 64 problems that are not trained on, at
-versions 0, 10, 20, 30, 40, seed 0: 0.20 0.53 0.69 0.75 0.78 (docs/code_tool.md).
+Needs a sandbox: apt-get install bubblewrap. Success of 64 evaluation episodes on 64 problems that are not trained on,
+at versions 0, 10, 20, 30, 40, seed 0: 0.20 0.53 0.69 0.75 0.78 (docs/code_tool.md).
 """
 
 from ml_collections import ConfigDict
