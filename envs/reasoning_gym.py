@@ -141,10 +141,7 @@ class ReasoningGym:
 
     def step(self, action: Action) -> StepResult:
         """Scores the answer; the episode is done."""
-        payload = self._payload
-        dataset, item = _item(payload)
-        answer = extract_answer(action.text, payload["answer_pattern"])
-        score = dataset.score_answer(answer=answer, entry=item)
+        score, answer = scored(self._payload, action.text)
         info = {"success": float(score == 1.0), "no_answer": float(answer is None)}
         return StepResult((), score, True, info=info)
 
@@ -172,6 +169,13 @@ class ReasoningGym:
         miss = payload["script_miss"].replace("{answer}", right)
         miss = miss or near_miss(right, rng, lambda i: str(dataset[i]["answer"]))
         return frame.replace("{answer}", miss)
+
+
+def scored(payload: Mapping[str, Any], text: str) -> tuple[float, str | None]:
+    """(the dataset's score of the answer in a text, 0..1; the answer, None if there is none)."""
+    dataset, item = _item(payload)
+    answer = extract_answer(text, payload["answer_pattern"])
+    return dataset.score_answer(answer=answer, entry=item), answer
 
 
 def extract_answer(text: str, pattern: str) -> str | None:

@@ -456,7 +456,10 @@ class Environment(Protocol):
 
 
 class Scorer(Protocol):
-    """Stateless; runs where it can be killed."""
+    """Stateless; runs where it can be killed. A scorer of turns (TaskSource.turn_reward) has score_turn as well.
+
+    score_turn(task, episode, turn) is called when a turn is over, with what was said until then.
+    """
 
     def score(self, task: Task, episode: EpisodeView) -> Reward: ...
 

@@ -54,7 +54,7 @@ class Worker:
             for tag, source in self._sources.items()
         }
         self._scorers = {
-            name: _made(f"reward {name}", lambda n=name, t=target: _scorer(t, init["options"][n]))
+            name: _made(f"reward {name}", lambda n=name, t=target: _scorer(n, t, init))
             for name, target in init["scorers"].items()
         }
         self._tasks: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -168,8 +168,11 @@ def _made(what: str, make: Callable[[], Any]) -> Any:
         raise NotMade(f"{what}: {error_line(error)}") from error
 
 
-def _scorer(target: str, options: dict[str, Any]) -> Any:
-    return resolve(target)(**options)
+def _scorer(name: str, target: str, init: dict[str, Any]) -> Any:
+    scorer = resolve(target)(**init["options"][name])
+    if name in init["of_turns"] and not hasattr(scorer, "score_turn"):
+        raise TypeError(f"{type(scorer).__qualname__} has no score_turn(), which turn_reward needs")
+    return scorer
 
 
 def _splits(cls: Any) -> list[str]:

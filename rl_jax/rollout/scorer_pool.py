@@ -21,7 +21,7 @@ close(). Must not: know the ledger, or what a reward is used for.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -88,8 +88,12 @@ class ScorerPool:
         max_endings: int | None = None,
         keep_alive_s: float | None = None,
         counts: Counter[str] | None = None,
+        of_turns: Iterable[str] = (),
     ):
-        """scorers: name -> "package.module:attribute". counts: reward_env_timeout, ..., restarts, reward_restarts."""
+        """scorers: name -> "package.module:attribute". counts: reward_env_timeout, ..., restarts, reward_restarts.
+
+        of_turns: names of those that must score turns.
+        """
         self.failed: str | None = None
         self.on_failed: Callable[[str], None] = lambda detail: None
         self.counts: Counter[str] = Counter() if counts is None else counts
@@ -105,6 +109,7 @@ class ScorerPool:
             "sources": [],
             "scorers": dict(scorers),
             "options": {name: dict(settings.options.get(name, {})) for name in scorers},
+            "of_turns": sorted(of_turns),
             "max_obs_bytes": 0,
         }
         self._places = [f"reward_{i}" for i in range(settings.workers if scorers else 0)]

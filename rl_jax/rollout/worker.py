@@ -184,6 +184,7 @@ class EnvPool:
                 self._start_limit,
                 max_endings=settings.max_env_failures,
                 counts=self.counts,
+                of_turns={source.turn_reward for source in sources},
             )
             self.scorers.on_failed = self._scorers_failed
         self._workers: dict[str, WorkerProcess] = {}
