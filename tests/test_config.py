@@ -109,7 +109,7 @@ BAD = [
     ("--config.model.tokenizer=bpe", "model.tokenizer=bpe is unknown; use byte"),
     ("--config.rollout.scheduler=lifo", "rollout.scheduler=lifo is unknown; use batch, trajectory"),
     ("--config.tasks.sources[0].env=frozenlake", "tasks.sources[0].env=frozenlake is unknown; use frozen_lake"),
-    ("--config.tasks.sources[0].reward=exact", "tasks.sources[0].reward=exact is unknown; use exact_match, or"),
+    ("--config.tasks.sources[0].reward=exact", "tasks.sources[0].reward=exact is unknown; use exact_match, "),
     ("--config.algorithm.name=my.module:", 'is not of the form "package.module:attribute"'),
     ("--config.algorithm.name=no_such_pkg.m:C", "there is no package no_such_pkg"),
     ("--config.model.tokenizer=tests", "model.tokenizer=tests is a directory without tokenizer.json"),
