@@ -84,7 +84,7 @@ class HttpScorers:
         try:
             said = await client.call("GET", "/v1/scorers")
         except HttpError as error:
-            raise ServiceError(f"rewards.url={settings.url}: {error.detail}; {REMEDY}") from None
+            raise ServiceError(f"rewards.url={error.detail}; {REMEDY}") from None
         finally:
             await client.close()
         has = said.get("scorers") if isinstance(said, dict) else None

@@ -24,7 +24,7 @@ from typing import Any
 from rl_jax.rewards.check import finite, reward_to_json
 from rl_jax.rollout import wire
 from rl_jax.rollout.process import WorkerFault
-from rl_jax.rollout.scorer_pool import Answer, ScorerPool
+from rl_jax.rollout.scorer_pool import SCORER_LIVES, Answer, ScorerPool
 
 RETRY_AFTER_S = 1
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
@@ -174,8 +174,8 @@ class RewardApp:
             await asyncio.wait({queue, call, gone}, timeout=wait_s, return_when="FIRST_COMPLETED")
             if not (taken.is_set() or call.done() or gone.done()):
                 raise Refusal(429, f"no worker was free within {wait_s:g} s", RETRY_AFTER_S)
-            # A worker that dies is replaced and the call made again, so it may take its time twice.
-            most_s = 2 * limit_s + limits.wait_s
+            # A worker that dies is replaced and the call made again, so it may take its time more than once.
+            most_s = SCORER_LIVES * limit_s + limits.wait_s
             await asyncio.wait({call, gone}, timeout=most_s, return_when="FIRST_COMPLETED")
             if not call.done():
                 if gone.done():

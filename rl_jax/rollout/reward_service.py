@@ -10,7 +10,7 @@ the ledger). What counts as a reward is decided in rewards/check.py: `scored` is
     "composite"   sum of weight x value over source.parts     NAME: value of each, without its weight
 
 Beside the value an episode may have shaping: source.shaping's scorers, and the values of source.turn_reward, each by
-its weight. Their sum is the part SHAPING, which algorithms add to what they train on; whatever reads the value
+its weight. Their sum is the part SHAPING (the turns' own, unweighted, is TURNS), which algorithms add to what they train on; whatever reads the value
 (filters, curricula, figures of success, pass@k) never sees it.
 
 Invariants
@@ -35,6 +35,7 @@ from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
 from rl_jax.types import SHAPING, EpisodeView, Failure, Reward, Task
 
 COMPOSITE = "composite"
+TURNS = "turns"  # the part that is the sum of the turns' scores, without their weight
 
 
 class TurnScores:
@@ -203,7 +204,7 @@ def _shaped(
     if process is not None and source is not None:
         weight = source.turn_weight
         turn_values = tuple(None if v is None else weight * v for v in process.turn_values)
-        parts[source.turn_reward] = value_of(process)
+        parts[TURNS] = value_of(process)
         total += math.fsum(filter(None, turn_values))
         versions.append(process.scorer_version)
     parts[SHAPING] = total

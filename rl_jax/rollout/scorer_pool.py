@@ -5,8 +5,8 @@ Owns: the worker processes that hold scorers (process.py), the queue of calls th
 Invariants
     A worker does one call at a time; the others wait in the order in which they came. A call has a deadline of its own
     from when a worker takes it, and the worker is killed when it passes: who waits loses nothing by it.
-    A scorer is pure: a call whose worker died in it is made once more (SCORER_LIVES). Only what hangs, raises or dies
-    twice has no score, and that is a status, never a zero.
+    A scorer is pure: a call whose worker died in it is made again (SCORER_LIVES). Only what hangs, raises or dies each
+    time has no score, and that is a status, never a zero.
     A worker that ended is replaced, the first two times at once, then with a growing pause. With max_endings, a place
     that ended more often than that without a score in between sets `failed`, and every later call is told.
     With keep_alive_s nothing runs until it is asked for: a worker is started for a call that finds none free, and
@@ -35,7 +35,7 @@ from rl_jax.settings import RewardSettings
 from rl_jax.types import EpisodeView, Reward, Task
 from rl_jax.waits import Wait
 
-SCORER_LIVES = 2  # calls that may end with their worker before the scorer is blamed
+SCORER_LIVES = 3  # workers that may die in one call before the scorer is blamed
 FREE_RESTARTS = 2  # replacements without a pause
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before the later ones; doubles each time
 LIMIT = "rewards.timeout_s"

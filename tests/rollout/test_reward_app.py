@@ -145,6 +145,7 @@ def test_the_service_wants_its_token_paces_who_comes_when_all_work_and_forgets_w
         ask = lambda *args, **more: service.ask("/v1/score", body(*args, **more), [TOKEN])
         gone = service.ask("/v1/score", body(payload={"seconds": 1.0}), [TOKEN], gone_s=0.2)
         assert await gone is None  # its worker is busy until its call ends, and then free
+        await asyncio.sleep(0.1)
         assert service.pool.num_busy == 1
         late = asyncio.create_task(ask())
         await asyncio.sleep(0)

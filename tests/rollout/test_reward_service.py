@@ -150,7 +150,7 @@ def test_turns_are_scored_while_the_episode_goes_on_and_credit_their_own_tokens(
         reward = member.reward
         assert member.turn_rewards.tolist() == [0.5, 1.0] == list(reward.turn_values)
         assert reward.value == 2.0 and reward.scorer_version == "env+prm/3"
-        assert dict(reward.parts) == {"env": 2.0, "prm": 3.0, "shaping": 1.5}
+        assert dict(reward.parts) == {"env": 2.0, "turns": 3.0, "shaping": 1.5}
     # All of the shaped reward, 2 + 1.5, is on the turns: 0.5, and 1 with the task's own 2.
     scored, _ = ProcessGrpo(AlgorithmSettings())._scored(groups, {}, None)
     assert scored.rewards.tolist() == [3.5, 3.5]
@@ -181,7 +181,8 @@ def test_turns_that_an_older_version_scored_are_scored_again(tmp_path):
         version = "prm/1" if turn == 0 and versions.count(0) <= 2 else "prm/2"
         return Reward(1.0 if version == "prm/1" else 10.0, {}, (), "scored", version)
 
-    groups, _, counts = play(tmp_path, prm)
+    groups, records, counts = play(tmp_path, prm)
+    assert {r["reason"] for r in records if r["state"] == "ERRORED"} == set()
     for member in groups[0].trajectories:
         assert member.reward.turn_values == (10.0, 10.0)
         assert member.reward.scorer_version == "env+prm/2"
