@@ -418,6 +418,14 @@ def _batch(s: Settings) -> Iterator[str]:
             f"rollout.extra_groups={extra} does not divide into {num_tags} tags, which have equal shares;"
             f" use {extra - extra % num_tags} or {extra - extra % num_tags + num_tags}"
         )
+    asked = (n + extra) * (s.rollout.group_size + s.rollout.extra_members)
+    places = s.rollout.env_workers * s.rollout.envs_per_worker
+    if (extra or s.rollout.extra_members) and asked > places:
+        yield (
+            f"rollout.extra_groups={extra} and rollout.extra_members={s.rollout.extra_members} make {asked} episodes a"
+            f" step, of which rollout.env_workers x envs_per_worker={places} live at once: what waits for a place"
+            " replaces nobody; ask for less, or raise rollout.envs_per_worker"
+        )
     tags = {source.tag for source in s.tasks.sources}
     for i, pool in enumerate(s.mesh.pools):
         for tag in sorted(set(pool.tags) - tags):

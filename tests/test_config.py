@@ -166,6 +166,7 @@ BAD = [
     ("--config.weights.transport=rdma", "is not one of auto, packed, reshard, shared, store, channel"),
     ("--config.weights.transport=shared", "weights.transport=shared is to servers of other processes, and cluster"),
     ("--config.cluster.stores=1", "cluster.stores=1 is not used by backend inproc; leave it 0"),
+    ("--config.rollout.extra_groups=1000", "of which rollout.env_workers x envs_per_worker=256 live at once"),
     ("--config.mesh.pools[0].tags=chess", "mesh.pools[0].tags has 'chess', which no task source has"),
     ("--config.learner.warmup_steps=999", "learner.warmup_steps=999 is beyond steps="),
     # meshes
