@@ -3,9 +3,9 @@ when workers are killed.
 
     python benchmarks/reward_service.py [--tiny]
 
-Needs the extra `uvicorn`; CPU. The service is the real program in a process of its own, and so is each job; scorers sleep,
-so that the figures are of the service and not of this machine's cores. A job is a loop of steps: BURST episodes are scored
-at once, then it "trains" for TRAIN_S and scores nothing.
+Needs the extra `uvicorn`; CPU. The service is the real program in a process of its own, and so is each job; scorers
+sleep, so that the figures are of the service and not of this machine's cores. A job is a loop of steps: BURST episodes
+are scored at once, then it "trains" for TRAIN_S and scores nothing.
 
     alone      one job; what a service of its own would be used
     shared     three jobs at once: the busy share of WORKERS workers from the first call to the last

@@ -2,10 +2,10 @@
 
     python benchmarks/reward_timeout.py
 
-The rollout's own RewardService on a virtual clock (rl_jax/simulate/rewards.py), so a run takes seconds and its times are
-those of the workload. `visits` is how often a task comes back: the timeout is learnt from its first right answer.
-`spread` is how far a task's answers lie apart: within 0.2 no answer takes 1.5 times as long as another, which is what the
-rule covers; at 0.5 one may take three times as long as another, at 0.8 nine times, which it does not.
+The rollout's own RewardService on a virtual clock (rl_jax/simulate/rewards.py), so a run takes seconds and its times
+are those of the workload. `visits` is how often a task comes back: the timeout is learnt from its first right answer.
+`spread` is how far a task's answers lie apart: within 0.2 none takes more than 1.5 times as long as another, which is
+what the rule covers; at 0.5 one may take three times as long as another, at 0.8 nine times, which it does not.
 """
 
 import json

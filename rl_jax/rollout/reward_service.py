@@ -10,8 +10,8 @@ the ledger). What counts as a reward is decided in rewards/check.py: `scored` is
     "composite"   sum of weight x value over source.parts     NAME: value of each, without its weight
 
 Beside the value an episode may have shaping: source.shaping's scorers, and the values of source.turn_reward, each by
-its weight. Their sum is the part SHAPING (the turns' own, unweighted, is TURNS), which algorithms add to what they train on; whatever reads the value
-(filters, curricula, figures of success, pass@k) never sees it.
+its weight. Their sum is the part SHAPING (the turns' own, unweighted, is TURNS), which algorithms add to what they
+train on; whatever reads the value (filters, curricula, figures of success, pass@k) never sees it.
 
 Invariants
     Where one scorer of an episode has no score, the whole reward has its status: no part is left out, none is 0.

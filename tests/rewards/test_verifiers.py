@@ -117,6 +117,7 @@ def test_a_schema_that_is_none_or_lies_elsewhere_is_the_tasks_error(schema, said
         ("12", "12, 13", 0.0),
         ("12", "", 0.0),
         ("12", "12 " + "x" * 200, 0.0),  # long, and nothing boxed
+        ("12", "long " * 50 + r"\boxed{12}", 1.0),
         (r"\frac{1}{2}", "1/2", 1.0),
         (r"\frac{1}{2}", "0.5", 1.0),
         (r"\frac{1}{2}", "0.51", 0.0),
