@@ -77,6 +77,11 @@ def cluster_errors(s: Settings) -> Iterator[str]:
             f"cluster.host={c.host} is not in the private network of a Ray that the run starts itself; leave it"
             f" {LOOPBACK[0]}, give a cluster by cluster.address, or set cluster.private_network=False"
         )
+    if is_alone and s.rewards.url:
+        yield (
+            f"rewards.url={s.rewards.url} is not reached from the private network of a Ray that the run starts itself;"
+            " give a cluster by cluster.address, or set cluster.private_network=False"
+        )
     yield from _transport(s)
     if c.learner_processes:
         yield from _learner_processes(s)

@@ -249,6 +249,8 @@ def test_address_to_listen_on_is_one_that_others_can_use():
     (error,) = refused(external, "--config.cluster.port=70000")
     assert "cluster.port=70000" in error
     alone = "--config.cluster.backend=ray"
+    (error,) = refused(alone, "--config.rewards.url=http://127.0.0.1:8080")
+    assert "rewards.url=http://127.0.0.1:8080 is not reached from the private network" in error
     for address in ("garbage", "ray://10.0.0.5:10001", "10.0.0.5:", ":6379"):
         (error,) = refused(alone, f"--config.cluster.address={address}")
         assert f"cluster.address={address} is no address of a Ray head; give HOST:PORT" in error
