@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from rl_jax.rewards import REWARDS
 from rl_jax.settings import RewardSettings, Settings, TaskSource
 
+JUDGE_S = 30.0  # Judge's own timeout_s
 CheckName = Callable[[str, str, Mapping[str, Any]], list[str]]
 OF_SERVICE = ("token_file",)  # settings that are read with a url alone
 RESERVED = ("env", "composite")  # names that no scorer has
@@ -28,6 +29,21 @@ def reward_errors(s: Settings, check_name: CheckName) -> Iterator[str]:
             yield f"rewards.options.{name}: no task source names this scorer; they name {has}"
         if not isinstance(options, Mapping):
             yield f"rewards.options.{name}={options!r} must be a mapping of keyword arguments"
+    if "judge" in known and not s.rewards.url:
+        yield from _judge_errors(s.rewards)
+
+
+def _judge_errors(r: RewardSettings) -> Iterator[str]:
+    options = r.options.get("judge", {})
+    own = options if isinstance(options, Mapping) else {}
+    if missing := [name for name in ("url", "model") if not own.get(name)]:
+        yield f"rewards.options.judge needs {' and '.join(missing)}: the endpoint, and the model to ask there"
+    judge_s = own.get("timeout_s", JUDGE_S)
+    if isinstance(judge_s, int | float) and judge_s >= r.timeout_s:
+        yield (
+            f"rewards.timeout_s={r.timeout_s:g} ends the judge's process before its own timeout_s={judge_s:g}; raise it,"
+            " or lower rewards.options.judge.timeout_s"
+        )
 
 
 def _source_errors(where: str, source: TaskSource, check_name: CheckName) -> Iterator[str]:

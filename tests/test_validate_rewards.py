@@ -1,5 +1,6 @@
 """What the settings of rewards may not be, in one line each; and the example of docs/rewards.md as it stands there."""
 
+import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 from rl_jax import schema
 from rl_jax.config import ConfigError, parse
 from rl_jax.rewards import REWARDS
+from rl_jax.rewards.judge import Judge
 from rl_jax.settings import RewardSettings, Settings, TaskSettings, TaskSource
 from rl_jax.types import EpisodeView, Reward, Task
 from rl_jax.validate import check_name
-from rl_jax.validate_rewards import reward_errors
+from rl_jax.validate_rewards import JUDGE_S, reward_errors
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "rewards.md").read_text(encoding="utf-8")
@@ -36,7 +38,7 @@ def errors(source=TaskSource(), **rewards):
         ({"shaping": {"brevity": True}}, "shaping.brevity=True is a weight"),
         ({"shaping": {"composite": 1.0}}, "tasks.sources[0].shaping=composite is unknown"),
         ({"turn_reward": "env"}, "tasks.sources[0].turn_reward=env is unknown"),
-        ({"turn_reward": "judge", "turn_weight": float("inf")}, "turn_weight=inf must be a finite number"),
+        ({"turn_reward": "math", "turn_weight": float("inf")}, "turn_weight=inf must be a finite number"),
     ],
 )  # fmt: skip
 def test_rewards_of_a_source(source, said):
@@ -67,9 +69,25 @@ def test_what_is_right_has_no_errors():
         reward="composite", parts={"math": 1.0, "env": 0.5}, shaping={"brevity": 0.1},
         turn_reward="judge",
     )  # fmt: skip
-    assert errors(source, options={"judge": {"url": URL, "model": "m"}}) == []
+    assert errors(source, timeout_s=40.0, options={"judge": {"url": URL, "model": "m"}}) == []
     assert errors(source, url=URL, token_file="t") == []
     assert source.scorers == {"math", "brevity", "judge"}
+
+
+@pytest.mark.parametrize(
+    "options, timeout_s, said",
+    [
+        ({}, 40.0, "rewards.options.judge needs url and model"),
+        ({"url": URL}, 40.0, "rewards.options.judge needs model"),
+        ({"url": URL, "model": "m"}, 10.0, "timeout_s=10 ends the judge's process before its own timeout_s=30"),
+        ({"url": URL, "model": "m", "timeout_s": 50}, 40.0, "before its own timeout_s=50; raise it"),
+    ],
+)  # fmt: skip
+def test_the_judge_has_an_endpoint_and_the_time_to_ask_it(options, timeout_s, said):
+    source = TaskSource(reward="judge")
+    (line,) = errors(source, timeout_s=timeout_s, options={"judge": options})
+    assert said in line
+    assert inspect.signature(Judge).parameters["timeout_s"].default == JUDGE_S
 
 
 def test_the_command_line_reaches_and_checks_the_new_settings():

@@ -141,7 +141,6 @@ class HttpScorers:
         self.counts["reward_requests"] += 1
         number = self.counts["reward_requests"]
         self._since_s[number] = (f"score of {task.id}", asyncio.get_running_loop().time())
-        retries = client.num_retries
         try:
             said = await client.call(
                 "POST", "/v1/score", payload, read_s=limit_s + s.read_timeout_s
@@ -151,7 +150,7 @@ class HttpScorers:
             answer = Answer(failed(STATUS[error.kind], error.detail, name), 0.0)
         finally:
             del self._since_s[number]
-            self.counts["reward_retries"] += client.num_retries - retries
+            self.counts["reward_retries"] = client.num_retries
         if answer.reward.status != "scored":
             self.counts[f"reward_{answer.reward.status}"] += 1
         return answer

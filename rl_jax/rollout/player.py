@@ -81,7 +81,8 @@ class Player:
 
     async def play_turns(self, episode: Episode) -> None:
         """Run it until its outcome is set; when this returns its environment and its slot are free."""
-        tools, turns = self.tools, self.rewards.turns_of(episode.task)
+        tools = self.tools
+        turns = self.rewards.turns_of(episode.task) if _is_trained(episode) else None
         if turns is not None:
             self._turns[episode.session] = turns
             tools = replace(tools, turn_ended=lambda episode: turns.ended(episode.view()))
@@ -101,7 +102,9 @@ class Player:
         reward = Reward(None, {}, (), "error", "")
         if closed.outcome is not Outcome.FAILED:
             episode.enter("being scored")
-            reward, failure = await self.rewards.score(episode.task, episode.view(), turns)
+            reward, failure = await self.rewards.score(
+                episode.task, episode.view(), turns, with_shaping=_is_trained(episode)
+            )
             if failure is not None:
                 failure = replace(failure, detail=f"{episode.where}: {failure.detail}")
                 closed = replace(closed, outcome=Outcome.FAILED, failure=failure)
@@ -209,6 +212,11 @@ def _cause(failure: Failure) -> str:
     """One word for failures of one cause: of those that lived in a worker that ended, each has a reason of its own."""
     ended = failure.boundary == "env" and failure.kind in ("env_timeout", "env_died", "env_lost")
     return "its worker ended" if ended else failure_reason(failure)
+
+
+def _is_trained(episode: Episode) -> bool:
+    """Not of an evaluation, which reads values alone."""
+    return episode.ref.epoch >= 0
 
 
 def _facts(episode: Episode) -> EpisodeFacts:

@@ -101,12 +101,21 @@ class RewardService:
         return TurnScores(self, task, source.turn_reward)
 
     async def score(
-        self, task: Task, view: EpisodeView, turns: TurnScores | None = None
+        self,
+        task: Task,
+        view: EpisodeView,
+        turns: TurnScores | None = None,
+        with_shaping: bool = True,
     ) -> tuple[Reward, Failure | None]:
-        """The reward of a closed episode; the Failure says why it has no value."""
+        """The reward of a closed episode; the Failure says why it has no value.
+
+        with_shaping: False where nothing is trained, so that what is only added to training costs no calls.
+        """
+        source = self._sources.get(task.tag)
+        shaping = dict(source.shaping) if source is not None and with_shaping else {}
         try:
             async with asyncio.timeout(self._patience_s):
-                reward = await self._reward(task, view, turns)
+                reward = await self._reward(task, view, turns, shaping)
         except TimeoutError:
             said = (
                 f"no score within rollout.episode_timeout_s={self._patience_s:g}, the wait for one of"
@@ -133,14 +142,19 @@ class RewardService:
             self._adaptive.saw(key, reward.value, answer.seconds)
         return reward
 
-    async def _reward(self, task: Task, view: EpisodeView, turns: TurnScores | None) -> Reward:
+    async def _reward(
+        self,
+        task: Task,
+        view: EpisodeView,
+        turns: TurnScores | None,
+        shaping: Mapping[str, float],
+    ) -> Reward:
         """All that an episode's source asks for, at once."""
         source = self._sources.get(task.tag)
         env = with_roles(from_steps(view.step_rewards), view.info)
         weights = {task.reward: 1.0}
         if task.reward == COMPOSITE and source is not None:
             weights = dict(source.parts)
-        shaping = dict(source.shaping) if source is not None else {}
         names = sorted((weights.keys() | shaping.keys()) - {ENV_SCORER})
         calls = [self.ask(name, task, view) for name in names]
         if turns is not None:

@@ -95,6 +95,29 @@ def test_a_service_that_trickles_is_a_timeout_and_the_next_call_is_scored():
     assert time.monotonic() - start_s < 5.0
 
 
+def test_calls_at_once_are_bounded_and_each_retry_is_counted_once():
+    at_once, peak = set(), []
+
+    def script(n):
+        at_once.add(n)
+        peak.append(len(at_once))
+        yield 0.01
+        at_once.discard(n)
+        yield from answer({"value": 1.0}) if n >= 4 else answer({}, 503)
+
+    async def play():
+        async with StubService(script) as stub:
+            scorers = HttpScorers(["exact_match"], replace(QUICK, url=stub.url, connections=3))
+            await scorers.start()
+            calls = (scorers.score("exact_match", TASK, VIEW) for _ in range(9))
+            values = [a.reward.value for a in await asyncio.gather(*calls)]
+            await scorers.close()
+            return values, scorers.counts
+
+    values, counts = asyncio.run(asyncio.wait_for(play(), 30))
+    assert values == [1.0] * 9 and max(peak) == 3 and counts["reward_retries"] == 4
+
+
 def test_a_scorers_own_failure_is_not_asked_for_again():
     said = {"value": None, "status": "timeout", "detail": "hung"}
     ((reward, _),), counts, stub = score(lambda n: answer(said))

@@ -9,7 +9,13 @@ from rl_jax.algorithms.grpo import Grpo
 from rl_jax.algorithms.process_grpo import ProcessGrpo
 from rl_jax.rollout.adaptive import MAX_TASKS, AdaptiveTimeout
 from rl_jax.rollout.reward_service import RewardService
-from rl_jax.settings import AlgorithmSettings, FilterSettings, RewardSettings, TaskSource
+from rl_jax.settings import (
+    AlgorithmSettings,
+    EvalSettings,
+    FilterSettings,
+    RewardSettings,
+    TaskSource,
+)
 from rl_jax.simulate.rewards import Workload, measure
 from rl_jax.testing.envs import EchoEnv
 from rl_jax.testing.fake_pool import FakePool
@@ -62,6 +68,13 @@ def test_rewards_are_joined_by_name_and_weight(kind, source, value, parts, versi
     reward, failure = score(replace(TASK, reward=kind), **source)
     assert failure is None and reward.value == pytest.approx(value)
     assert dict(reward.parts) == pytest.approx(parts) and reward.scorer_version == version
+
+
+def test_an_evaluation_asks_for_the_value_alone():
+    source = TaskSource("tag", "e", "right", shaping={"broken": 1.0})
+    service = RewardService(FakePool({}, SCORERS), RewardSettings(), sources=[source])
+    reward, failure = asyncio.run(service.score(TASK, VIEW, with_shaping=False))
+    assert failure is None and (reward.value, "shaping" in reward.parts) == (1.0, False)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +168,21 @@ def test_turns_are_scored_while_the_episode_goes_on_and_credit_their_own_tokens(
     scored, _ = ProcessGrpo(AlgorithmSettings())._scored(groups, {}, None)
     assert scored.rewards.tolist() == [3.5, 3.5]
     assert [turns.tolist() for turns in scored.turn_rewards()] == [[0.5, 3.0]] * 2
+
+
+def test_an_evaluation_asks_for_no_turn_scores_and_no_shaping(tmp_path):
+    asked = []
+
+    def note(task, view, *turn):
+        asked.append(turn)
+        return Reward(None, {}, (), "error", "", "not in an evaluation")
+
+    pool = FakePool({"echo": EchoEnv}, {"prm": note, "form": note})
+    source = TaskSource("echo", "echo", "env", turn_reward="prm", shaping={"form": 1.0})
+    with running(tmp_path, pool=pool, sources=[source]) as world:
+        world.publish(0)
+        result = world.rollout.evaluate("eval", echo_tasks(), EvalSettings())
+    assert asked == [] and result.num_errors == 0 and result.num_episodes == 4
 
 
 def test_a_turn_that_cannot_be_scored_leaves_the_episode_without_a_reward(tmp_path):
