@@ -41,8 +41,8 @@ def _judge_errors(r: RewardSettings) -> Iterator[str]:
     judge_s = own.get("timeout_s", JUDGE_S)
     if isinstance(judge_s, int | float) and judge_s >= r.timeout_s:
         yield (
-            f"rewards.timeout_s={r.timeout_s:g} ends the judge's process before its own timeout_s={judge_s:g}; raise it,"
-            " or lower rewards.options.judge.timeout_s"
+            f"rewards.timeout_s={r.timeout_s:g} ends the judge's process before its own timeout_s={judge_s:g}; raise"
+            " it, or lower rewards.options.judge.timeout_s"
         )
 
 
