@@ -4,7 +4,7 @@ It runs the scorers that --reward names, and no others, in worker processes that
 finds none free, ended when they had no call for --keep_alive_s, at most --workers. It keeps no state, so as many of it
 may run behind one address as are wanted, and each may be killed at any time: callers ask again.
 Beyond loopback it wants a token: what it runs, it runs on text that a policy wrote.
-Needs the extra `uvicorn`. Exit codes: 0, 2 (the arguments, or a scorer that cannot be made), 130.
+Needs the extra `uvicorn`. Exit codes: 0, 2 (the arguments, or a scorer that cannot be made), 130, 143 (told to end).
 """
 
 import argparse
