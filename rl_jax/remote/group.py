@@ -93,9 +93,8 @@ class Group:
                 break
             self._channels.append(channel)
         if (why := self._lost) is not None:
-            said, _, _ = why.partition(":")
             hows = [how.partition(": ") for how in self.end()]
-            others = ["".join(how) for how in hows if how[0] != said and how[2] != ENDED_HERE]
+            others = ["".join(how) for how in hows if how[2] != ENDED_HERE and how[2] not in why]
             raise GroupLost("; ".join([why, *others]))
 
     def order(
