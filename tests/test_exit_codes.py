@@ -156,12 +156,12 @@ def test_evaluation_that_scores_nothing(tmp_path, capsys):
     # What hung is told by the limit that ended it.
     hung = [
         *broken,
-        "--config.rollout.step_timeout_s=1",
+        "--config.rollout.step_timeout_s=0.3",
         "--config.tasks.sources[0].config.fault=hang",
     ]
     code, lines = told(capsys, tmp_path / "hung", *hung)
     assert code == 4 and len(lines) == 1, lines
-    assert "took more than rollout.step_timeout_s=1; " in lines[0], lines
+    assert "took more than rollout.step_timeout_s=0.3; " in lines[0], lines
     assert "eval.timeout_s" not in lines[0]
 
 

@@ -286,10 +286,12 @@ def test_base_and_policy_algorithm_have_the_whole_protocol():
 @pytest.mark.slow
 @pytest.mark.parametrize("plugin", [LastToken, NearReference])
 def test_a_plugin_trains_and_goes_on(tmp_path, capsys, plugin):
-    """Its own defaults stand in config.json; the same command and a resume by the directory alone are the same run."""
+    """Its own defaults stand in config.json; the same command (once is enough) and a resume by the directory alone are
+    the same run."""
     name = f"--config.algorithm.name={__name__}:{plugin.__qualname__}"
     checkpoints = "--config.checkpoint.every=1"
-    for words in ([name, checkpoints], [name, checkpoints, "--config.steps=4"]):
+    again = [[name, checkpoints, "--config.steps=4"]] if plugin is LastToken else []
+    for words in ([name, checkpoints], *again):
         assert launch.main([CONFIG, f"--run_dir={tmp_path}", *words]) == 0
     assert launch.main([f"--run_dir={tmp_path}", "--config.steps=5"]) == 0
     trained = [row["step"] for row in read_metrics(tmp_path) if "policy/loss" in row]
