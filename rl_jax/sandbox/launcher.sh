@@ -5,7 +5,9 @@
 # The command gets none of the descriptors used here, and is never process 1, which signals do not end.
 report=$1 size=$2 keeps=$3
 shift 3
-if [ -p "$report" ]; then exec 9>"$report"; else exec 9>&"$report" {report}>&- && asks=1; fi
+if [ -p "$report" ]; then exec 9>"$report"
+elif [ "$report" = 9 ]; then asks=1
+else exec 9>&"$report" {report}>&- && asks=1; fi
 [ -d /box/work ] || mkdir /box/work /box/tmp || exit 1
 cd /box/work || exit 1
 if [ "$size" -gt 0 ]; then head -c "$size" | tar -xf - || { printf F >&9; exit 1; }; fi

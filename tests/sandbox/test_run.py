@@ -281,6 +281,39 @@ def test_a_sandbox_that_nobody_answers_does_not_run_its_program(bubblewrap):
         assert live.communicate(timeout=20)[0] == b""
 
 
+NUMBERED = """
+import os, socket, subprocess
+from rl_jax.sandbox import owner
+from rl_jax.sandbox.load import open_sandbox
+from rl_jax.sandbox.records import Ends, Job, Limits
+ours, theirs = socket.socketpair()
+os.dup2(theirs.fileno(), {number})
+theirs.close()
+job = Job(("echo", "ran"), limits=Limits(wall_s=60.0))
+ends = Ends({number}, 0, False, owner.new_tag(60.0, 1), 1)
+command = open_sandbox("bubblewrap")._backend.command(job, ends)
+live = subprocess.Popen(
+    command.argv, env={{**command.environment}}, pass_fds=command.descriptors,
+    stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
+)
+os.close({number})
+assert ours.recv(1) == b"R"
+ours.send(b"G")
+print(live.communicate(timeout=20)[0], live.returncode)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [5, 7, 8, 9, 10, 11, 63])
+def test_the_number_of_the_descriptor_to_report_to_does_not_matter(bubblewrap, number):
+    """The launcher has numbers of its own, 8 and 9, and bash keeps what it saves from 10 on."""
+    done = subprocess.run(
+        [sys.executable, "-c", NUMBERED.format(number=number)],
+        capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.stdout == "b'ran\\n' 0\n", done.stderr
+
+
 @pytest.mark.slow(seconds=3)
 def test_kill_of_the_driver_leaves_no_sandbox(bubblewrap, request):
     num = int(request.config.getoption("--num_sandboxes")) // 5
