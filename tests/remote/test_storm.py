@@ -113,7 +113,9 @@ def test_no_token_of_an_unknown_version_gets_out_whenever_a_server_is_lost(local
             for server in world.servers:
                 server.wait_ready(kit.PATIENCE_S)
         world.heal()
-        time.sleep(0.5)  # all serve again
+        # All serve again, whoever was lost how often, and turns come to both.
+        both = {server.name for server in world.decode}
+        kit.until(lambda: {turn.server for _, turn, _ in list(traffic.turns)} == both)
     world.hooks.clear()
     logging.getLogger(__name__).warning(
         "%d failures: syncs %s, slowest %.1f s; turns %s", num, dict(states), slowest_s, dict(traffic.counts)
@@ -130,7 +132,6 @@ def test_no_token_of_an_unknown_version_gets_out_whenever_a_server_is_lost(local
             turn.spans,
         )
     assert slowest_s < kit.LEASE_S + kit.WEIGHTS.deadline_s
-    assert {turn.server for _, turn, _ in traffic.turns} == {"decode.0", "decode.1"}
 
 
 STEPS, RUN_SEED = 100, 7  # RUN_SEED: doubles.World's
