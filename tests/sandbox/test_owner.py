@@ -33,12 +33,12 @@ def test_only_sandboxes_without_an_owner_or_over_time_are_ended():
         assert (os.getpid(), mine) not in owner.tagged()
         assert (processes["mine"].pid, mine) in owner.tagged()
         assert not owner._end(processes["mine"].pid, others["gone"])  # the id is another's by now
-        assert owner.reap() == len(others)
+        assert owner.reap() >= len(others)  # those of tests beside this one may end now, too
         for name in others:
             assert processes[name].wait(5) == -9, name
         time.sleep(0.05)
         assert [name for name in kept if processes[name].poll() is not None] == []
-        assert owner.reap() == 0
+        assert not [pid for pid, tag in owner.tagged() if tag in others.values()]
     finally:
         for one in processes.values():
             subprocess.run(["pkill", "-9", "-P", str(one.pid)], check=False)
