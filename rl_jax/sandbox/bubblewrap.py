@@ -6,6 +6,9 @@ Invariants
     bwrap starts with an environment of PATH alone: process 1 inside is bwrap itself, and /proc/1/environ shows it.
     Nothing but /box is writable, and that has a size: bwrap makes / and /dev as tmpfs without one, so both are made
     read-only. /dev/shm is read-only too: POSIX semaphores of programs fail.
+    It binds itself to its owner's thread (--die-with-parent), and nothing does before: a bwrap that is killed between
+    making its first process and telling it to go on leaves that one waiting for good. Until then the launcher's
+    unanswered report is the end.
     RLIMIT_NPROC is set inside the user namespace, which counts the processes of this sandbox alone (Linux 5.14).
 """
 

@@ -21,8 +21,8 @@ def host_id(num: int) -> int | None:
 
 
 def words(num: int, program: str = "setpriv") -> list[str]:
-    """The command that drops to host_id(num), gains no privilege again, and ends with the thread that starts it."""
-    out = [program, "--no-new-privs", "--pdeathsig", "KILL"]
+    """The command that drops to host_id(num) and gains no privilege again."""
+    out = [program, "--no-new-privs"]
     if (host := host_id(num)) is not None:
         out += [f"--reuid={host}", f"--regid={host}", "--clear-groups"]
     return out

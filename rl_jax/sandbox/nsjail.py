@@ -38,7 +38,7 @@ class Nsjail:
         limits, report = job.limits, str(ends.report)
         argv = [
             *identity.words(ends.num, find_program(self.name, "setpriv", "install util-linux")),
-            self._path, "-Mo", "-Q", "--disable_rlimits", "--nice_level", "0",
+            "--pdeathsig", "KILL", self._path, "-Mo", "-Q", "--disable_rlimits", "--nice_level", "0",
             "--user", f"{identity.INSIDE}:{uid}:1", "--group", f"{identity.INSIDE}:{gid}:1",
             "--hostname", "sandbox", "--cwd", "/box", "--pass_fd", report,
             "--time_limit", str(int(limits.wall_s + SPARE_S)),

@@ -44,7 +44,8 @@ def command_of(backend, job=JOB, ends=ENDS):
 def test_bubblewrap_starts_without_an_environment_and_opens_nothing(programs):
     command = command_of(Bubblewrap())
     argv = command.argv
-    assert argv[:4] == (str(programs / "setpriv"), "--no-new-privs", "--pdeathsig", "KILL")
+    assert argv[:2] == (str(programs / "setpriv"), "--no-new-privs")
+    assert "--pdeathsig" not in argv, "a bwrap that ends too early leaves its first process behind"
     assert set(command.environment) == {"PATH"} and len(command.descriptors) == 2
     assert {
         "--unshare-all",
@@ -78,7 +79,9 @@ def test_root_drops_to_a_user_of_each_sandboxs_own(monkeypatch):
 
 def test_nsjail_has_the_same_limits_in_its_own_words(programs):
     argv = command_of(Nsjail(str(programs / "nsjail"))).argv
-    assert argv[0] == str(programs / "setpriv") and str(programs / "nsjail") in argv
+    assert argv[0] == str(programs / "setpriv")
+    start = argv.index(str(programs / "nsjail"))
+    assert argv[start - 2 : start] == ("--pdeathsig", "KILL")
     assert {("--pass_fd", "11"), ("--time_limit", "37"), ("--bindmount_ro", "/usr"),
             ("--mount", f"none:/box:tmpfs:size={5 << 20},nr_inodes=4096,mode=0755")} <= pairs(argv)  # fmt: skip
     assert not [w for w in argv if w.startswith("--disable_clone") or w in ("--keep_env", "--rw")]
