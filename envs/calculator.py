@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from envs import read_config
+from envs.splits import check_split, distinct
 from rl_jax.types import Action, Message, StepResult, Task, ToolCall
 
 MAX_CHARS = 400  # of an expression
@@ -89,10 +90,7 @@ class Calculator:
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises ValueError: unknown key or split, or settings that allow too few distinct expressions."""
         config: CalculatorConfig = read_config(CalculatorConfig, cfg)
-        if split not in cls.splits:
-            raise ValueError(
-                f"calculator has no split {split!r}; use one of {', '.join(cls.splits)}"
-            )
+        check_split("calculator", split, cls.splits)
         chosen = held_out = _problems(config, "eval", config.eval_size, frozenset())
         used = frozenset(map(_expression, held_out))
         solved = _problems(config, "examples", config.examples, used) if config.examples else []
@@ -274,20 +272,18 @@ def _problems(
 ) -> list[tuple[str, ...]]:
     """(number, operator, number, ...) of distinct expressions that are not in `but`."""
     rng = random.Random(f"calculator/{split}/{config.seed}")
-    found: dict[str, tuple[str, ...]] = {}
-    for _ in range(MAX_TRIES * count):
+
+    def make(_: int) -> tuple[str, tuple[str, ...]]:
         parts = [str(_number(rng, config.max_digits))]
         for _ in range(rng.randint(config.min_steps, config.max_steps)):
             parts += [rng.choice(config.operators), str(_number(rng, config.max_digits))]
-        expression = _expression(parts)
-        if expression not in but:
-            found.setdefault(expression, tuple(parts))
-        if len(found) == count:
-            return list(found.values())
-    raise ValueError(
-        f"calculator: only {len(found)} distinct expressions of {count} found for the split {split}; lower num_tasks or"
+        return _expression(parts), tuple(parts)
+
+    complaint = lambda num: (
+        f"calculator: only {num} distinct expressions of {count} found for the split {split}; lower num_tasks or"
         " eval_size, or raise max_steps or max_digits"
     )
+    return distinct(make, count, MAX_TRIES, complaint, but)
 
 
 def _number(rng: random.Random, max_digits: int) -> int:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from envs import read_config
+from envs.splits import check_split, distinct
 from rl_jax.sandbox.grade import Grader, answered_code, ended, open_grader
 from rl_jax.sandbox.records import Job
 from rl_jax.sandbox.text import readable
@@ -94,10 +95,7 @@ class CodeTool:
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises: ValueError for an unknown key or split, or settings that allow too few problems; SandboxMissing."""
         config: CodeToolConfig = read_config(CodeToolConfig, cfg)
-        if split not in cls.splits:
-            raise ValueError(
-                f"code_tool has no split {split!r}; use one of {', '.join(cls.splits)}"
-            )
+        check_split("code_tool", split, cls.splits)
         _grader(_run_settings(config))
         chosen = held_out = _problems(config, "eval", config.eval_size, frozenset())
         if split == "train":
@@ -376,17 +374,16 @@ def _problems(config: CodeToolConfig, split: str, count: int, but: frozenset[str
     """Distinct ones, not in `but`, of each level in turn."""
     rng = random.Random(f"code_tool/{split}/{config.seed}")
     levels = range(config.min_level, config.max_level + 1)
-    found: dict[str, Problem] = {}
-    for _ in range(MAX_TRIES * count):
-        problem = LEVEL_MAKERS[levels[len(found) % len(levels)]](rng, config.max_digits)
-        if problem.asks not in but:
-            found.setdefault(problem.asks, problem)
-        if len(found) == count:
-            return list(found.values())
-    raise ValueError(
-        f"code_tool: only {len(found)} distinct problems of {count} found for the split {split}; lower num_tasks or"
+
+    def make(num: int) -> tuple[str, Problem]:
+        problem = LEVEL_MAKERS[levels[num % len(levels)]](rng, config.max_digits)
+        return problem.asks, problem
+
+    complaint = lambda num: (
+        f"code_tool: only {num} distinct problems of {count} found for the split {split}; lower num_tasks or"
         " eval_size, or raise max_digits or max_level"
     )
+    return distinct(make, count, MAX_TRIES, complaint, but)
 
 
 def _task(config: CodeToolConfig, split: str, i: int, problem: Problem) -> Task:

@@ -21,8 +21,8 @@ Must not: keep anything between episodes.
 """
 
 import hashlib
+import itertools
 import random
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -31,11 +31,12 @@ import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from envs import read_config
+from envs.grids import shortest_way
 from envs.latency import Latency, read_latency
+from envs.splits import check_split, distinct
 from rl_jax.types import Action, Message, StepResult, Task
 
 MOVES = "LDRU"  # index = gymnasium's action
-STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) of each move
 MAX_TRIES = 200  # random maps per wanted map before the settings are called impossible
 
 INSTRUCTIONS = (
@@ -90,10 +91,7 @@ class FrozenLake:
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises ValueError: unknown key or split, or settings that allow too few distinct maps."""
         config: FrozenLakeConfig = read_config(FrozenLakeConfig, cfg)
-        if split not in cls.splits:
-            raise ValueError(
-                f"frozen_lake has no split {split!r}; use one of {', '.join(cls.splits)}"
-            )
+        check_split("frozen_lake", split, cls.splits)
         maps = _maps(config, 2 * config.num_maps if split == "unseen" else config.num_maps)
         maps = maps[config.num_maps :] if split == "unseen" else maps
         count = config.num_maps if split == "train" else config.eval_episodes
@@ -176,44 +174,20 @@ def parse_move(text: str) -> int | None:
     return None
 
 
-def shortest_way(rows: Sequence[str], start: tuple[int, int]) -> str | None:
-    """Moves of a shortest way from a cell to the goal over cells that are no holes; None if there is none."""
-    came_from: dict[tuple[int, int], tuple[tuple[int, int], str]] = {}
-    seen, frontier = {start}, deque([start])
-    while frontier:
-        cell = frontier.popleft()
-        if rows[cell[0]][cell[1]] == "G":
-            way = ""
-            while cell != start:
-                cell, letter = came_from[cell]
-                way = letter + way
-            return way
-        for letter, (down, right) in zip(MOVES, STEPS):
-            row, column = cell[0] + down, cell[1] + right
-            inside = 0 <= row < len(rows) and 0 <= column < len(rows[0])
-            if inside and (row, column) not in seen and rows[row][column] != "H":
-                seen.add((row, column))
-                came_from[row, column] = (cell, letter)
-                frontier.append((row, column))
-    return None
-
-
 def _maps(config: FrozenLakeConfig, count: int) -> list[tuple[str, ...]]:
     """The first `count` distinct maps of the sequence whose goal can be reached within max_turns."""
-    maps: list[tuple[str, ...]] = []
-    seen = set()
-    for seed in range(config.map_seed, config.map_seed + MAX_TRIES * count):
-        rows = tuple(generate_random_map(config.map_size, config.frozen_share, seed))
-        if rows in seen or len(shortest_way(rows, (0, 0)) or "") > config.max_turns:
-            continue
-        seen.add(rows)
-        maps.append(rows)
-        if len(maps) == count:
-            return maps
-    raise ValueError(
-        f"frozen_lake: only {len(maps)} distinct maps of {count} found for map_size={config.map_size}, "
+    seeds = itertools.count(config.map_seed)
+
+    def make(_: int) -> tuple[Sequence[str], tuple[str, ...]] | None:
+        rows = tuple(generate_random_map(config.map_size, config.frozen_share, next(seeds)))
+        is_near = len(shortest_way(rows, (0, 0)) or "") <= config.max_turns
+        return (rows, rows) if is_near else None
+
+    complaint = lambda num: (
+        f"frozen_lake: only {num} distinct maps of {count} found for map_size={config.map_size}, "
         f"frozen_share={config.frozen_share}, max_turns={config.max_turns}; lower num_maps or change these"
     )
+    return distinct(make, count, MAX_TRIES, complaint)
 
 
 def _task(config: FrozenLakeConfig, split: str, i: int, rows: tuple[str, ...]) -> Task:

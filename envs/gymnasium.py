@@ -25,7 +25,8 @@ import numpy as np
 from gymnasium import spaces
 
 from envs import read_config
-from envs.seeds import SPLIT_BY, split_seeds
+from envs.seeds import SPLIT_BY, seeded_tasks, split_seeds
+from envs.splits import check_split
 from rl_jax.types import Action, Message, StepResult, Task
 
 COLOURED = re.compile(r"\x1b\[([0-9;]*)m(.*?)\x1b\[0m", re.S)
@@ -85,10 +86,7 @@ class Gymnasium:
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises ValueError: unknown key, split or id, spaces that cannot be said in text, or too few tasks."""
         config: GymnasiumConfig = read_config(GymnasiumConfig, cfg)
-        if split not in cls.splits:
-            raise ValueError(
-                f"gymnasium has no split {split!r}; use one of {', '.join(cls.splits)}"
-            )
+        check_split("gymnasium", split, cls.splits)
         player = cls()
         try:
             payload = player._open(config)
@@ -96,18 +94,7 @@ class Gymnasium:
             seeds = split_seeds(split, sizes, config.seed, config.split_by, player._begin)
         finally:
             player.close()
-        return [
-            Task(
-                id=f"{split}/{seed}",
-                env="gymnasium",
-                tag="gymnasium",
-                messages=(),
-                payload={**payload, "seed": seed},
-                reward="env",
-                max_turns=config.max_turns,
-            )
-            for seed in seeds
-        ]
+        return seeded_tasks("gymnasium", split, seeds, payload, config.max_turns)
 
     def reset(self, task: Task, seed: int) -> StepResult:
         """The first observation. The task's own seed decides all that is random."""

@@ -17,15 +17,15 @@ Must not: keep anything between episodes.
 import hashlib
 import random
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from envs import read_config
+from envs.grids import MOVES, Cell, shortest_way
+from envs.splits import check_split, distinct
 from rl_jax.types import Action, Message, StepResult, Task
 
-MOVES = {"L": (0, -1), "D": (1, 0), "R": (0, 1), "U": (-1, 0)}  # (row, column)
 WORD = re.compile(r"(?<![\w'])[LDRU]+(?![\w'])", re.I)  # a word of moves; not the "d" of "I'd"
 MAX_LEVEL = 10
 MAX_TRIES = 50  # random grids per wanted one before the settings are called impossible
@@ -34,8 +34,6 @@ INSTRUCTIONS = (
     "You are P in a maze. Reach G; # is a wall and . is free. Answer with a word of up to {moves} letters, one a step:"
     " L (left), D (down), R (right), U (up)."
 )
-
-Cell = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ class Maze:
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises ValueError: unknown key or split, a level that is not there, or too few distinct mazes."""
         config: MazeConfig = read_config(MazeConfig, cfg)
-        if split not in cls.splits:
-            raise ValueError(f"maze has no split {split!r}; use one of {', '.join(cls.splits)}")
+        check_split("maze", split, cls.splits)
         mazes = _mazes(config)
         chosen = mazes[: config.eval_size] if split == "eval" else mazes[config.eval_size :]
         return [_task(config, split, i, rows) for i, rows in enumerate(chosen)]
@@ -138,41 +135,21 @@ def find(rows: Sequence[str], mark: str) -> Cell:
     return next((r, row.index(mark)) for r, row in enumerate(rows) if mark in row)
 
 
-def shortest_way(rows: Sequence[str], start: Cell) -> str | None:
-    """Moves of a shortest way from a cell to G, round walls; None if there is none."""
-    came_from: dict[Cell, tuple[Cell, str]] = {start: (start, "")}
-    frontier = deque([start])
-    while frontier:
-        cell = frontier.popleft()
-        if rows[cell[0]][cell[1]] == "G":
-            way = ""
-            while cell != start:
-                cell, letter = came_from[cell]
-                way = letter + way
-            return way
-        for letter, (down, right) in MOVES.items():
-            following = (cell[0] + down, cell[1] + right)
-            if rows[following[0]][following[1]] != "#" and following not in came_from:
-                came_from[following] = (cell, letter)
-                frontier.append(following)
-    return None
-
-
 def _mazes(config: MazeConfig) -> list[tuple[str, ...]]:
     """Distinct mazes: first those of eval, whose number decides nothing about the mazes themselves, then train's."""
     rng = random.Random(f"maze/{config.seed}/{config.level}")
     wanted = config.eval_size + config.num_tasks
-    found: dict[tuple[str, ...], None] = {}
-    for _ in range(MAX_TRIES * wanted):
+
+    def make(_: int) -> tuple[Sequence[str], tuple[str, ...]] | None:
         rows = _maze(rng, config.level + 2)
-        if len(shortest_way(rows, find(rows, "P")) or "") >= 2 * (config.level + 2):
-            found[rows] = None
-        if len(found) == wanted:
-            return list(found)
-    raise ValueError(
-        f"maze: only {len(found)} distinct mazes of {wanted} found for level={config.level}; lower num_tasks or"
-        " eval_size, or raise level"
+        is_long = len(shortest_way(rows, find(rows, "P")) or "") >= 2 * (config.level + 2)
+        return (rows, rows) if is_long else None
+
+    complaint = lambda num: (
+        f"maze: only {num} distinct mazes of {wanted} found for level={config.level}; lower num_tasks or eval_size, or"
+        " raise level"
     )
+    return distinct(make, wanted, MAX_TRIES, complaint)
 
 
 def _maze(rng: random.Random, side: int) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from typing import Any
 import reasoning_gym
 
 from envs import read_config
+from envs.splits import check_split
 from rl_jax.types import Action, Message, StepResult, Task
 
 # The part of a question that differs between items, for `bare`; group 1. For other datasets set question_pattern.
@@ -115,10 +116,7 @@ class ReasoningGym:
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises ValueError: unknown key, dataset or split, or a dataset with too few distinct questions."""
         config: ReasoningGymConfig = read_config(ReasoningGymConfig, cfg)
-        if split not in cls.splits:
-            raise ValueError(
-                f"reasoning_gym has no split {split!r}; use one of {', '.join(cls.splits)}"
-            )
+        check_split("reasoning_gym", split, cls.splits)
         if config.mixture:
             return [task for part in _parts(config) for task in cls.tasks(part, split)]
         held_out = _eval_items(config)

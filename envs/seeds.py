@@ -6,7 +6,10 @@ own, for environments whose beginning never differs (what is hidden, or where a 
 Must not: know an environment.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_jax.types import Task
 
 SPLIT_BY = ("observation", "seed")
 MAX_TRIES = 20  # seeds per wanted task before the environment is said to have too few
@@ -36,3 +39,21 @@ def split_seeds(
             )
         seeds = list(found.values())
     return seeds[:num_eval] if split == "eval" else seeds[num_eval:]
+
+
+def seeded_tasks(
+    name: str, split: str, seeds: list[int], payload: Mapping[str, Any], max_turns: int
+) -> list[Task]:
+    """A task for each seed, whose payload says it, and all else that the environment of this name is made by."""
+    return [
+        Task(
+            id=f"{split}/{seed}",
+            env=name,
+            tag=name,
+            messages=(),
+            payload={**payload, "seed": seed},
+            reward="env",
+            max_turns=max_turns,
+        )
+        for seed in seeds
+    ]

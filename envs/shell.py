@@ -26,6 +26,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from envs import read_config
+from envs.splits import check_split, distinct
 from rl_jax.sandbox.files import BadSnapshot, pack, read_files
 from rl_jax.sandbox.load import open_sandbox
 from rl_jax.sandbox.records import Job, Limits, Result
@@ -87,8 +88,7 @@ class Shell:
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises: ValueError for an unknown key or split, or settings that allow too few tasks; SandboxMissing."""
         config: ShellConfig = read_config(ShellConfig, cfg)
-        if split not in cls.splits:
-            raise ValueError(f"shell has no split {split!r}; use one of {', '.join(cls.splits)}")
+        check_split("shell", split, cls.splits)
         open_sandbox(config.sandbox)
         chosen = held_out = _works(config, "eval", config.eval_size, frozenset())
         if split == "train":
@@ -260,17 +260,16 @@ FAMILIES: dict[str, Callable[[random.Random], Work]] = {
 def _works(config: ShellConfig, split: str, count: int, but: frozenset[str]) -> list[Work]:
     """Distinct ones, not in `but`, of each family in turn."""
     rng = random.Random(f"shell/{split}/{config.seed}")
-    found: dict[str, Work] = {}
-    for _ in range(MAX_TRIES * count):
-        work = FAMILIES[config.families[len(found) % len(config.families)]](rng)
-        if work.asks not in but:
-            found.setdefault(work.asks, work)
-        if len(found) == count:
-            return list(found.values())
-    raise ValueError(
-        f"shell: only {len(found)} distinct tasks of {count} found for the split {split}; lower num_tasks or eval_size,"
-        " or name more families"
+
+    def make(num: int) -> tuple[str, Work]:
+        work = FAMILIES[config.families[num % len(config.families)]](rng)
+        return work.asks, work
+
+    complaint = lambda num: (
+        f"shell: only {num} distinct tasks of {count} found for the split {split}; lower num_tasks or eval_size, or"
+        " name more families"
     )
+    return distinct(make, count, MAX_TRIES, complaint, but)
 
 
 def _task(config: ShellConfig, split: str, i: int, work: Work) -> Task:

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from envs import read_config
-from envs.maze import MOVES, Cell, parse_moves
+from envs.grids import MOVES, Cell
+from envs.maze import parse_moves
+from envs.splits import check_split, distinct
 from rl_jax.types import Action, Message, StepResult, Task
 
 # (rows and columns with the outer wall, boxes, inner walls, pulls)
@@ -114,8 +116,7 @@ class Sokoban:
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises ValueError: unknown key or split, a level that is not there, or too few distinct puzzles."""
         config: SokobanConfig = read_config(SokobanConfig, cfg)
-        if split not in cls.splits:
-            raise ValueError(f"sokoban has no split {split!r}; use one of {', '.join(cls.splits)}")
+        check_split("sokoban", split, cls.splits)
         puzzles = _puzzles(config)
         chosen = puzzles[: config.eval_size] if split == "eval" else puzzles[config.eval_size :]
         return [_task(config, split, i, puzzle) for i, puzzle in enumerate(chosen)]
@@ -222,18 +223,17 @@ def _puzzles(config: SokobanConfig) -> list[Puzzle]:
     rng = random.Random(f"sokoban/{config.seed}/{config.level}")
     wanted = config.eval_size + config.num_tasks
     most = config.max_turns * config.moves_per_turn
-    found: dict[Puzzle, None] = {}
-    for _ in range(MAX_TRIES * wanted):
+
+    def make(_: int) -> tuple[Puzzle, Puzzle] | None:
         made = _puzzle(rng, *LEVELS[config.level - 1])
-        if made is not None and made[1] <= most:
-            found[made[0]] = None
-        if len(found) == wanted:
-            return list(found)
-    raise ValueError(
-        f"sokoban: only {len(found)} distinct puzzles of {wanted} found for level={config.level} within"
+        return (made[0], made[0]) if made is not None and made[1] <= most else None
+
+    complaint = lambda num: (
+        f"sokoban: only {num} distinct puzzles of {wanted} found for level={config.level} within"
         f" max_turns={config.max_turns} of moves_per_turn={config.moves_per_turn}; lower num_tasks or eval_size, or"
         " raise these"
     )
+    return distinct(make, wanted, MAX_TRIES, complaint)
 
 
 def _puzzle(

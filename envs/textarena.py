@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envs import read_config
-from envs.seeds import SPLIT_BY, split_seeds
+from envs.seeds import SPLIT_BY, seeded_tasks, split_seeds
+from envs.splits import check_split
 from rl_jax.types import Action, Message, StepResult, Task
 
 PLAYER = 0
@@ -63,10 +64,7 @@ class TextArena:
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises ValueError: unknown key, split or game, a game of more players, the extra is missing, or too few."""
         config: TextArenaConfig = read_config(TextArenaConfig, cfg)
-        if split not in cls.splits:
-            raise ValueError(
-                f"textarena has no split {split!r}; use one of {', '.join(cls.splits)}"
-            )
+        check_split("textarena", split, cls.splits)
         if not isinstance(config.kwargs, Mapping):
             raise ValueError(f"textarena: kwargs={config.kwargs!r:.80} must be a mapping")
         player, payload = cls(), {"id": config.id, "kwargs": dict(config.kwargs)}
@@ -77,18 +75,7 @@ class TextArena:
         first_text(config.seed)  # a game that cannot be played is told here
         sizes = (config.num_tasks, config.eval_size)
         seeds = split_seeds(split, sizes, config.seed, config.split_by, first_text)
-        return [
-            Task(
-                id=f"{split}/{seed}",
-                env="textarena",
-                tag="textarena",
-                messages=(),
-                payload={**payload, "seed": seed},
-                reward="env",
-                max_turns=config.max_turns,
-            )
-            for seed in seeds
-        ]
+        return seeded_tasks("textarena", split, seeds, payload, config.max_turns)
 
     def reset(self, task: Task, seed: int) -> StepResult:
         """The rules and the first position. The task's own seed decides all that is random."""

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs import read_config
+from envs.splits import check_split
 from rl_jax.types import Action, Message, StepResult, Task
 
 SIDES = ("first", "second")
@@ -87,10 +88,7 @@ class TwoPlayer:
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         """Raises ValueError: unknown key or split, or more positions than there are."""
         config: TwoPlayerConfig = read_config(TwoPlayerConfig, cfg)
-        if split not in cls.splits:
-            raise ValueError(
-                f"two_player has no split {split!r}; use one of {', '.join(cls.splits)}"
-            )
+        check_split("two_player", split, cls.splits)
         positions = _positions(config)
         if split == "eval":
             chosen, opponent = positions[: config.eval_size], "perfect"
