@@ -10,13 +10,9 @@ threads, files, live device arrays, tasks, what episodes hold, objects by type.
 
 import argparse
 import json
-import platform
-import shlex
 import sys
 import tempfile
 import time
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +39,7 @@ def main() -> None:
 
     import numpy as np
 
+    from benchmarks.report import ran
     from rl_jax import launch
     from rl_jax.driver import Driver
     from rl_jax.testing import census
@@ -77,9 +74,7 @@ def main() -> None:
     grown = census.growth(found, OBJECTS)
     ok = code == 0 and slope < SLOPE_MB and not grown
     report = {
-        "date": date.today().isoformat(),
-        "versions": {"python": platform.python_version(), "jax": metadata.version("jax")},
-        "command": shlex.join(["python", *sys.argv]),
+        **ran(("jax",)),
         "steps": args.steps,
         "warm_up_steps": warm_up,
         "minutes": round((time.perf_counter() - start) / 60, 1),

@@ -17,14 +17,11 @@ import argparse
 import asyncio
 import json
 import os
-import platform
-import shlex
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks.process_sampler import ProcessSampler  # noqa: E402
+from benchmarks.report import ran  # noqa: E402
 from rl_jax.settings import EngineSettings, RolloutSettings  # noqa: E402
 from rl_jax.simulate.latency import (  # noqa: E402
     BATCHED,
@@ -73,16 +71,11 @@ class Rows:
     """Written after each, in the place of one of the same name, so that a run that is cut off keeps what it has."""
 
     def __init__(self, out: Path, seeds: Sequence[int]):
-        self.out = out
+        self.out, self.of_row = out, {"seeds": list(seeds), **ran()}
         self.head = {
             "what": "seconds of a simulation, not of hardware; rows named wall: of real waits, CPU only",
-            "versions": {"python": platform.python_version()},
+            "versions": self.of_row.pop("versions"),
             "cpus": os.cpu_count(),
-        }
-        self.of_row = {
-            "seeds": list(seeds),
-            "date": date.today().isoformat(),
-            "command": shlex.join(["python", *sys.argv]),
         }
 
     @property

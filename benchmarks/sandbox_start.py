@@ -9,12 +9,10 @@ machine before and after, and the same command without a sandbox.
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 from rl_jax.sandbox.grade import open_grader
@@ -52,15 +50,15 @@ def main() -> None:
     }
     load_before = os.getloadavg()[0]
     out = {
-        "date": date.today().isoformat(),
-        "python": platform.python_version(),
-        "command": f"python benchmarks/sandbox_start.py --backend={args.backend} --num={args.num}",
         "cores": os.cpu_count(),
         "milliseconds": {what: percentiles(one, args.num) for what, one in measured.items()},
         "load": [load_before, os.getloadavg()[0]],
         "is_root": os.geteuid() == 0,
     }
-    text = json.dumps(out, indent=1)
+    # Not before: it imports jax, which no start of a sandbox should be measured beside.
+    from benchmarks.report import ran
+
+    text = json.dumps({**ran(), **out}, indent=1)
     print(text)
     if args.out:
         args.out.write_text(f"{text}\n", encoding="utf-8")

@@ -98,7 +98,8 @@ def child_variables(num_devices: int, platform: str = "cpu") -> dict[str, str]:
 
 def given_gpus() -> dict[str, str]:
     """The variable that says which GPUs whoever started this process gave it, if any."""
-    return {name: os.environ[name] for name in (VISIBLE_GPUS,) if name in os.environ}
+    named = os.environ.get(VISIBLE_GPUS)
+    return {} if named is None else {VISIBLE_GPUS: named}
 
 
 def host_gpus() -> list[str]:

@@ -245,10 +245,7 @@ class ProcessCluster(Cluster):
     def start(self) -> None:
         """Raises: ServersNotReady where it is known that they can never all live."""
         assert self.starter is not None, "the constructor made it"
-        try:
-            self.starter.open(self._specs)
-        except OSError as error:
-            raise ServersNotReady(str(error)) from None
+        open_starter(self.starter, self._specs)
         for store in self.stores:
             store.start()
         super().start()
@@ -294,6 +291,14 @@ def make_starter(settings: ClusterSettings, log_dir: Path, specs: Sequence[Spec]
     except (OSError, ValueError) as error:
         raise ServersNotReady(str(error)) from None
     return LocalStarter(settings, log_dir)
+
+
+def open_starter(starter: Starter, specs: Sequence[Spec]) -> None:
+    """Raises: ServersNotReady where it is known that these can never all live."""
+    try:
+        starter.open(specs)
+    except OSError as error:
+        raise ServersNotReady(str(error)) from None
 
 
 def make_cluster(

@@ -27,13 +27,7 @@ from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.algorithms.plugin import make_algorithm
 from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
-from rl_jax.cluster import (
-    Cluster,
-    ServersNotReady,
-    learner_specs,
-    make_cluster,
-    make_starter,
-)
+from rl_jax.cluster import Cluster, learner_specs, make_cluster, make_starter, open_starter
 from rl_jax.config import ConfigError, Parsed, resolved_python
 from rl_jax.data.corpus import Corpus
 from rl_jax.data.stream import ExampleStream
@@ -344,10 +338,7 @@ def _starter(job: Job, specs: Sequence[Spec]) -> Starter | None:
         return None
     starter = make_starter(job.settings.cluster, job.run_dir.logs, specs)
     job.stack.callback(starter.close)
-    try:
-        starter.open(specs)
-    except OSError as error:
-        raise ServersNotReady(str(error)) from None
+    open_starter(starter, specs)
     for line in starter.commands:
         job.progress.note(line)
     return starter

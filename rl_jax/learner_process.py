@@ -81,9 +81,8 @@ class LearnerService(Service):
         if body["num"] > 1:
             jax.distributed.initialize(
                 body["address"],
-                coordinator_bind_address=body[
-                    "address"
-                ],  # JAX's own choice is every address of the host
+                # JAX's own choice is every address of the host.
+                coordinator_bind_address=body["address"],
                 num_processes=body["num"],
                 process_id=body["rank"],
                 initialization_timeout=max(1, int(request.left_s)),

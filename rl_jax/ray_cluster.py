@@ -49,9 +49,9 @@ REACH_S = 30.0  # for a cluster to be joined
 START_S = 120.0  # for a Ray of this host to start
 TRACE = 0.001  # of a resource
 FOR_GOOD_S = 7 * 86400  # that Ray waits for a lost head, before it ends this process
+NODES_S = 4.0  # for the nodes of a cluster that was just reached to be known
 
 log = logging.getLogger(__name__)
-NODES_S = 4.0  # for the nodes of a cluster that was just reached to be known
 
 
 class RayHost:

@@ -551,9 +551,8 @@ class ClusterSettings:
         120.0  # for a server's process to come, and again to import JAX and build its engine
     )
     restarts: int = 3  # of the process of one server that has served; then the server stays away
-    stores: int = (
-        0  # of all but inproc: processes, one a host, that take weights once for all servers there
-    )
+    # of all but inproc: processes, one a host, that take weights once for all servers there
+    stores: int = 0
     # Where the policy trains. 0: in the driver's process | n: in n processes, each with as many of the train mesh's
     # devices; with the backends external and ray they are started as the servers are, else on the driver's host
     learner_processes: int = 0

@@ -236,9 +236,8 @@ class Dispatcher:
                 group = self._issue(tag)
                 self._start_members(group, members)
                 if tag == ANY and len(group.members) < members:
-                    self.handle(
-                        Tick()
-                    )  # its task is of a source at its limit: others may have the slots
+                    # Its task is of a source at its limit: others may have the slots.
+                    self.handle(Tick())
             case Start(str() as group, members, _):
                 self._start_members(self._groups[group], members)
             case Drop(group, reason):
@@ -432,16 +431,14 @@ class Dispatcher:
         self._idle_since_s = at_s if is_idle and not has_all else None
         self.slots_idle_s += self._free_share * (at_s - self._free_since_s)
         self._free_since_s = at_s
-        free = min(self.slots.room, sum(self.slots.free().values()))
-        limits = self.slots.limits()
         if self._limited_since_s is not None:
             self.wait_for_max_live_s += at_s - self._limited_since_s
-        is_limited = free > 0 and self._need > 0 and not has_all and 0 in limits.values()
-        self._limited_since_s = at_s if is_limited else None
+        limits, is_wanted = self.slots.limits(), self._need > 0 and not has_all
+        free = min(self.slots.room, sum(self.slots.free().values())) if is_wanted else 0
+        self._limited_since_s = at_s if free > 0 and 0 in limits.values() else None
         if len(limits) == len(self.tags):
             free = min(free, sum(limits.values()))  # what the limits leave free, the bound does not
-        is_held_back = free > 0 and self._need > 0 and not has_all
-        self._free_share = free / (free + self.slots.num_live) if is_held_back else 0.0
+        self._free_share = free / (free + self.slots.num_live) if free > 0 else 0.0
 
     def _batches_left(self) -> int | None:
         return None if self._last_step is None else max(0, self._last_step - self.version)

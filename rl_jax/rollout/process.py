@@ -23,6 +23,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl_jax.child import Log, clean_environment, exit_text
@@ -33,6 +34,7 @@ from rl_jax.waits import Wait
 STACK_S = 0.2  # for a hung worker to write its stack
 EXIT_S = 5.0  # for a killed process to be gone
 CLOSE_S = 2.5  # for a closed worker to close its environments (env_process.CLOSE_S and some)
+LOGGED = ("env_error", "env_timeout", "env_died")  # faults that leave a trace in a worker's log
 
 
 class WorkerFault(Exception):
@@ -45,6 +47,13 @@ class WorkerFault(Exception):
     def __init__(self, kind: str, detail: str):
         super().__init__(f"{kind}: {detail}")
         self.kind, self.detail = kind, detail
+
+
+def told(fault: WorkerFault, worker: str, log_dir: Path | None) -> str:
+    """What is wrong, and which file has the traceback, or the stack of a call that hung. worker: its name."""
+    if log_dir is None or fault.kind not in LOGGED:
+        return fault.detail
+    return f"{fault.detail}; the traceback is in {log_dir / worker}.log"
 
 
 class Limit(NamedTuple):

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 from rl_jax.clock import now_s
 from rl_jax.rewards.check import failed
 from rl_jax.rollout import wire
-from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess
+from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess, told
 from rl_jax.settings import RewardSettings
 from rl_jax.types import EpisodeView, Reward, Task
 from rl_jax.waits import Wait
@@ -39,7 +39,6 @@ SCORER_LIVES = 3  # workers that may die in one call before the scorer is blamed
 FREE_RESTARTS = 2  # replacements without a pause
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # before the later ones; doubles each time
 LIMIT = "rewards.timeout_s"
-LOGGED = ("env_error", "env_timeout", "env_died")  # faults that leave a trace in a worker's log
 
 
 class Answer(NamedTuple):
@@ -219,7 +218,9 @@ class ScorerPool:
                 if fault.kind == "env_lost" or 0 < num_died < SCORER_LIVES:
                     continue
                 status = "timeout" if fault.kind == "env_timeout" else "error"
-                return Answer(failed(status, self._told(fault, worker), name), now_s() - start_s)
+                return Answer(
+                    failed(status, told(fault, worker.name, self.log_dir), name), now_s() - start_s
+                )
             self._endings[worker.name] = 0
             return Answer(wire.reward_from_wire(said), now_s() - start_s)
 
@@ -278,12 +279,6 @@ class ScorerPool:
         while self._waiting:
             if not (future := self._waiting.popleft()).done():
                 future.set_result(None)
-
-    def _told(self, fault: WorkerFault, worker: WorkerProcess) -> str:
-        """What is wrong, and which file has the traceback, or the stack of a call that hung."""
-        if self.log_dir is None or fault.kind not in LOGGED:
-            return fault.detail
-        return f"{fault.detail}; the traceback is in {self.log_dir / worker.name}.log"
 
     # --- workers ------------------------------------------------------------------------------------------------------
 

@@ -36,13 +36,12 @@ from rl_jax.rewards import REWARDS
 from rl_jax.rollout import wire
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.http_scorers import HttpScorers, ServiceError
-from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess
+from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess, told
 from rl_jax.rollout.scorer_pool import Answer, ScorerPool, pause_s
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
 from rl_jax.types import Action, EpisodeView, Failure, Message, StepResult, Task
 from rl_jax.waits import Wait
 
-LOGGED = ("env_error", "env_timeout", "env_died")  # faults that leave a trace in a worker's log
 LOOK_S = 60.0  # for the first resets of an environment of which nothing is known
 
 
@@ -416,10 +415,7 @@ class EnvPool:
         self._place_free.set()
 
     def _told(self, fault: WorkerFault, worker: WorkerProcess | None) -> str:
-        """What is wrong, and which file has the traceback, or the stack of a call that hung."""
-        if worker is None or self.log_dir is None or fault.kind not in LOGGED:
-            return fault.detail
-        return f"{fault.detail}; the traceback is in {self.log_dir / worker.name}.log"
+        return fault.detail if worker is None else told(fault, worker.name, self.log_dir)
 
     # --- workers ------------------------------------------------------------------------------------------------------
 

@@ -33,10 +33,8 @@ class Session:
         self.computed = 0  # tokens whose KV was computed before, perhaps under another version
         self.slot: int | None = None
         self.listed: Origin | None = None  # where its KV was listed last
-        self._listed_versions = (
-            -1,
-            -1,
-        )  # oldest and newest of what was listed for this session alone
+        # Oldest and newest of what was listed for this session alone.
+        self._listed_versions = (-1, -1)
         self.released = False
         self.turn: ActiveTurn | None = None
 

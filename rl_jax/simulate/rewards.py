@@ -50,8 +50,10 @@ class Outcome:
 class SimulatedScorers:
     """Scorers of scorer_pool; payload says {"seconds": None for ever, "value"}."""
 
-    def __init__(self, workers: int):
+    def __init__(self, workers: int, timeout_s: float):
+        """timeout_s: of a call that has no limit of its own."""
         self.counts: Counter[str] = Counter()
+        self._timeout_s = timeout_s
         self._free = asyncio.Semaphore(workers)
 
     async def score(
@@ -63,7 +65,7 @@ class SimulatedScorers:
         turn: int | None = None,
         limit_s: float | None = None,
     ) -> Answer:
-        assert limit_s is not None, "the service of this study always has a limit"
+        limit_s = self._timeout_s if limit_s is None else limit_s
         seconds, value = task.payload["seconds"], task.payload["value"]
         async with self._free:
             if seconds is None or seconds > limit_s:
@@ -97,8 +99,7 @@ def measure(w: Workload, cap_s: float, adaptive: bool) -> Outcome:
 
     async def main() -> tuple[float, int]:
         settings = RewardSettings(timeout_s=cap_s, adaptive_timeout=adaptive)
-        scorers = SimulatedScorers(w.workers) if adaptive else _Fixed(w.workers, cap_s)
-        service = RewardService(scorers, settings, patience_s=1e9)
+        service = RewardService(SimulatedScorers(w.workers, cap_s), settings, patience_s=1e9)
         view, start_s, cut = EpisodeView((), (), {}, ()), now_s(), 0
         for batch in batches:
             rewards = await asyncio.gather(
@@ -113,14 +114,3 @@ def measure(w: Workload, cap_s: float, adaptive: bool) -> Outcome:
     hung = sum(call.payload["seconds"] is None for call in calls)
     right = sum(call.payload["value"] > 0 for call in calls)
     return Outcome(wall_s, len(calls), hung, right, cut)
-
-
-class _Fixed(SimulatedScorers):
-    """With the limit that every call has where none is learnt."""
-
-    def __init__(self, workers: int, limit_s: float):
-        super().__init__(workers)
-        self._limit_s = limit_s
-
-    async def score(self, name, task, view, *, turn=None, limit_s=None) -> Answer:
-        return await super().score(name, task, view, turn=turn, limit_s=self._limit_s)

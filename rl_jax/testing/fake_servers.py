@@ -38,9 +38,8 @@ def make(job: Mapping[str, Any]) -> DecodeServer | PrefillServer:
 
     def before_block(engine: FakeEngine) -> None:
         nonlocal began_s
-        left_s = (
-            began_s + job["block_s"] - time.monotonic()
-        )  # of the block before, if it was just now
+        # Of the block before, if it was just now.
+        left_s = began_s + job["block_s"] - time.monotonic()
         time.sleep(left_s if left_s > 0 else job["block_s"])
         began_s = time.monotonic()
         if engine.num_blocks + 1 == job["die_at_block"]:
