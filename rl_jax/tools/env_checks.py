@@ -22,7 +22,7 @@ from rl_jax.rewards.check import NoReward, finite, from_steps
 from rl_jax.rollout import wire
 from rl_jax.rollout.worker import EnvError, EnvHandle, EnvPool
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
-from rl_jax.types import Action, EpisodeView, StepResult, Task, ToolCall
+from rl_jax.types import Action, EpisodeView, Message, StepResult, Task, ToolCall
 
 SEED = 12345
 NUM_TASKS = 4  # of each split that are played; of the others only the beginning is looked at
@@ -108,6 +108,17 @@ class Played:
     @property
     def reward(self) -> float:
         return sum(finite(answer.reward) or 0.0 for answer in self.answers[1:])
+
+    @property
+    def view(self) -> EpisodeView:
+        """What a run would let a scorer see of it."""
+        first, *others = self.answers
+        said, info = [*self.task.messages, *first.messages], {}
+        for action, answer in zip(self.actions, others):
+            said += [Message("assistant", action.text), *answer.messages]
+            info |= answer.info
+        texts = tuple(action.text for action in self.actions)
+        return EpisodeView(tuple(said), texts, info, tuple(answer.reward for answer in others))
 
 
 class Ended(Exception):
@@ -259,16 +270,7 @@ class Checker:
         """The reward of the whole episode, as a run would give it."""
         if self._source.reward == "env":
             return  # judged step by step
-        answers = one.answers
-        info = {name: value for answer in answers[1:] for name, value in answer.info.items()}
-        said = tuple(m for answer in answers for m in answer.messages)
-        view = EpisodeView(
-            (*one.task.messages, *said),
-            tuple(action.text for action in one.actions),
-            info,
-            tuple(answer.reward for answer in answers[1:]),
-        )
-        reward = (await self._here.score(self._source.reward, one.task, view)).reward
+        reward = (await self._here.score(self._source.reward, one.task, one.view)).reward
         if reward.status != "scored":
             told = f"{self._source.reward} gave status {reward.status}: {reward.detail}"
             self.report.add(

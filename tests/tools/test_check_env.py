@@ -9,6 +9,8 @@ import pytest
 from envs import ENVS
 from rl_jax.tools import check_env
 from rl_jax.tools.check_env import ArgumentError, named, read_values
+from rl_jax.tools.env_checks import Played
+from rl_jax.types import Action, Message, StepResult, Task
 from tests.envs.test_common import CASES, MARKS
 
 MISBEHAVING = "rl_jax.testing.envs:MisbehavingEnv"
@@ -182,6 +184,20 @@ def test_a_scorer_is_asked_and_all_checks_end_by_their_deadline(capsys, own):
         capsys, MISBEHAVING, "--config", "fault=hang", "at=step", "--timeout_s=0.5"
     )
     assert code == 1 and told["faults"][0]["check"] == "time"
+
+
+def test_a_scorer_sees_the_policys_turns_between_the_answers():
+    task = Task("x", "", "", (Message("system", "rules"),), {}, "env", 3)
+    answers = (
+        StepResult((Message("user", "1?"),)),
+        StepResult((Message("user", "2?"),), 0.5, info={"a": 1.0}),
+        StepResult((), 1.0, True, info={"a": 2.0}),
+    )
+    view = Played(task, (Action("one"), Action("two")), answers).view
+    assert [m.content for m in view.messages] == ["rules", "1?", "one", "2?", "two"]
+    assert [m.role for m in view.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert (view.turn_texts, view.step_rewards) == (("one", "two"), (0.5, 1.0))
+    assert view.info == {"a": 2.0}
 
 
 @pytest.mark.slow
