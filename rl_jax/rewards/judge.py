@@ -19,11 +19,10 @@ import asyncio
 import hashlib
 import re
 import secrets
-from pathlib import Path
 from typing import Any
 
 from rl_jax.rewards.check import failed, finite, show
-from rl_jax.rewards.http_client import Deadlines, HttpClient, HttpError
+from rl_jax.rewards.http_client import Deadlines, HttpClient, HttpError, read_token
 from rl_jax.types import EpisodeView, Reward, Task
 
 PROMPT = (
@@ -61,11 +60,11 @@ class Judge:
         """url: of the API, to which /chat/completions is added. token_file: its one line is sent as a bearer's token.
 
         timeout_s: of a call with its retries; keep rewards.timeout_s above it, which kills what is later.
-        Raises: ValueError, OSError.
+        Raises: ValueError.
         """
         if finite(lowest) is None or finite(highest) is None or not lowest < highest:
             raise ValueError(f"judge: lowest={lowest!r} must be below highest={highest!r}")
-        token = Path(token_file).read_text(encoding="ascii").strip() if token_file else ""
+        token = read_token(token_file, "judge: token_file")
         self._deadlines = Deadlines(min(5.0, timeout_s), timeout_s, timeout_s)
         self._url, self._token, self._retries = url, token, retries
         self._model, self._max_tokens = model, max_tokens

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_jax.rewards.check import failed, reward_of
-from rl_jax.rewards.http_client import Deadlines, HttpClient, HttpError, RetryBudget
+from rl_jax.rewards.http_client import Deadlines, HttpClient, HttpError, RetryBudget, read_token
 from rl_jax.rollout import wire
 from rl_jax.rollout.scorer_pool import Answer
 from rl_jax.settings import RewardSettings
@@ -34,27 +34,10 @@ STATUS = {
     "protocol": "schema",
 }
 CHECK_S = 3.0  # for the service to say which scorers it has
-MAX_TOKEN = 4096  # bytes of a token file
 
 
 class ServiceError(Exception):
     """The service cannot be used, in one line."""
-
-
-def read_token(path: str) -> str:
-    """The one line of a token file; "" for no file. Raises: ServiceError."""
-    if not path:
-        return ""
-    try:
-        with Path(path).open("rb") as file:
-            token = file.read(MAX_TOKEN + 1).decode("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ServiceError(f"rewards.token_file={path} cannot be read: {error}") from None
-    if not token or len(token) > MAX_TOKEN or not token.isprintable():
-        raise ServiceError(
-            f"rewards.token_file={path} is no token; it holds one line of ASCII, at most {MAX_TOKEN} bytes"
-        )
-    return token
 
 
 class HttpScorers:
@@ -159,9 +142,13 @@ class HttpScorers:
         """Raises: ServiceError for a URL or a token that is none."""
         s = self._settings
         try:
+            token = read_token(s.token_file, "rewards.token_file")
+        except ValueError as error:
+            raise ServiceError(str(error)) from None
+        try:
             return HttpClient(
                 s.url,
-                token=read_token(s.token_file),
+                token=token,
                 deadlines=deadlines,
                 retries=retries,
                 budget=RetryBudget(s.retry_budget),

@@ -17,7 +17,7 @@ from typing import Any
 
 from rl_jax.console import say
 from rl_jax.rewards import REWARDS
-from rl_jax.rollout.http_scorers import ServiceError, read_token
+from rl_jax.rewards.http_client import read_token
 from rl_jax.rollout.process import Limit
 from rl_jax.rollout.reward_app import AppLimits, RewardApp
 from rl_jax.rollout.scorer_pool import ScorerPool
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         app = build(args)
-    except (ServiceError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
@@ -78,11 +78,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def build(args: argparse.Namespace) -> RewardApp:
-    """Raises: ValueError, OSError, ServiceError: what is wrong with the arguments, in one line."""
+    """Raises: ValueError, OSError: what is wrong with the arguments, in one line."""
     for name in ("workers", "max_waiting", "keep_alive_s", "timeout_s", "start_timeout_s"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be above 0")
-    token = read_token(args.token_file)
+    token = read_token(args.token_file, "--token_file")
     if not token and not _is_loopback(args.host):
         raise ValueError(
             f"--host={args.host} is open to others, and without --token_file they may run scorers; give a token file,"
