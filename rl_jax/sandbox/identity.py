@@ -20,6 +20,12 @@ def host_id(num: int) -> int | None:
     return _nearest(wanted, _ranges("uid") & _ranges("gid"))
 
 
+def is_left(host: int) -> bool:
+    """Whether it is the id of a sandbox whose process is gone. False where host_id had to take another than its own."""
+    pid = (host - FIRST) // PER_PROCESS
+    return 0 < pid < MAX_PID and not os.path.exists(f"/proc/{pid}")
+
+
 def words(num: int, program: str = "setpriv") -> list[str]:
     """The command that drops to host_id(num) and gains no privilege again."""
     out = [program, "--no-new-privs"]

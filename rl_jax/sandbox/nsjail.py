@@ -2,9 +2,13 @@
 
     setpriv (a user of its own) -> nsjail (namespaces, mounts, seccomp) -> prlimit (limits) -> launcher.sh -> command
 
-Its root is read-only by itself, and its tmpfs bounds the number of files too.
+Its root is read-only by itself, and its tmpfs bounds the number of files too. It mounts over two folders in /tmp, named
+by its user, and leaves them behind: empty, as the mounts were its own. A root process's sandboxes have a user each, so
+theirs go when they end (a plain user's share two, which stay); `reap` takes those of processes that were killed.
 """
 
+import contextlib
+import glob
 import os
 
 from rl_jax.sandbox import identity, seccomp
@@ -16,6 +20,7 @@ from rl_jax.sandbox.records import TEMP, WORK, Command, Ends, Job, SandboxMissin
 REMEDY = "install it (github.com/google/nsjail), or name it: nsjail:/path/of/nsjail"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 UNKNOWN = frozenset({"umount2"})  # to its policy compiler
+FOLDERS = ("/tmp/nsjail.{}.root", "/tmp/nsjail.{}.tmp")
 
 
 class Nsjail:
@@ -48,10 +53,27 @@ class Nsjail:
             "--seccomp_string", _policy(),
             "--", "/usr/bin/prlimit", *limit_words(limits)[1:], *launcher_words(job, ends, report),
         ]  # fmt: skip
-        return Command(tuple(argv), descriptors=(ends.report,), environment={"PATH": PATH})
+        return Command(
+            tuple(argv),
+            descriptors=(ends.report,),
+            environment={"PATH": PATH},
+            leaves=_folders(host),
+        )
 
     def reap(self) -> int:
+        for path in glob.glob(FOLDERS[0].format("*")):
+            host = path.split(".")[1]
+            if not (host.isdigit() and identity.is_left(int(host))):
+                continue
+            for folder in _folders(int(host)):
+                with contextlib.suppress(OSError):
+                    os.rmdir(folder)
         return 0
+
+
+def _folders(host: int | None) -> tuple[str, ...]:
+    """That nsjail leaves of a sandbox with a user of its own."""
+    return () if host is None else tuple(folder.format(host) for folder in FOLDERS)
 
 
 def _mounts(disk_bytes: int, files: int) -> list[str]:

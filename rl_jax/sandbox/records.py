@@ -131,3 +131,6 @@ class Command:
     folder: str = ""  # with a fifo `report`, which stands for Ends.report; removed at the end
     cleanup: tuple[str, ...] = ()  # a command that ends what killing the first one leaves
     closes: tuple[int, ...] = ()  # descriptors of this process, to be closed once it was started
+    leaves: tuple[
+        str, ...
+    ] = ()  # empty folders that the program makes and forgets; removed at the end

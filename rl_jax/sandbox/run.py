@@ -23,6 +23,7 @@ Life
 Must not: interpret what the program says; run it any other way.
 """
 
+import contextlib
 import os
 import select
 import shutil
@@ -169,6 +170,9 @@ class _Live:
                     os.close(descriptor)
             if self.command.folder:
                 shutil.rmtree(self.command.folder, ignore_errors=True)
+            for folder in self.command.leaves:
+                with contextlib.suppress(OSError):  # not made, or not empty: not the program's
+                    os.rmdir(folder)
 
 
 def _start(command: Command, stdin: int, report: int) -> _Live:

@@ -2,7 +2,9 @@
 
 import os
 import struct
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +90,31 @@ def test_nsjail_has_the_same_limits_in_its_own_words(programs):
     policy = argv[argv.index("--seccomp_string") + 1]
     assert "ptrace" in policy and "clone3" in policy
     assert argv[-6:] == (ENDS.tag, "11", "10240", "1", "python3", "main.py")
+
+
+def test_nsjail_forgets_two_folders_of_each_sandbox_which_go_with_it(
+    programs, tmp_path, monkeypatch
+):
+    wanted = (str(tmp_path / "nsjail.{}.root"), str(tmp_path / "nsjail.{}.tmp"))
+    monkeypatch.setattr("rl_jax.sandbox.nsjail.FOLDERS", wanted)
+    monkeypatch.setattr(identity, "host_id", lambda num: 7000 + num)
+    backend = Nsjail(str(programs / "nsjail"))
+    assert command_of(backend).leaves == tuple(f.format(7000 + ENDS.num) for f in wanted)
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    theirs, live = (
+        identity.FIRST + pid * identity.PER_PROCESS + 3 for pid in (gone.pid, os.getpid())
+    )
+    for owner in (theirs, live, 1000):
+        for folder in wanted:
+            Path(folder.format(owner)).mkdir()
+    (tmp_path / "nsjail.text.root").mkdir()
+    backend.reap()
+    assert {path.name.split(".")[1] for path in tmp_path.glob("nsjail.*")} == {
+        str(live), "1000", "text"
+    }  # fmt: skip
+    monkeypatch.setattr(identity, "host_id", lambda num: None)
+    assert command_of(backend).leaves == ()  # a plain user's sandboxes share theirs
 
 
 @pytest.mark.parametrize("engine", ["docker", "podman"])

@@ -29,7 +29,9 @@ def census():
     """What of this machine a sandbox could leave behind."""
     return {
         "mounts": Path("/proc/self/mountinfo").read_text(),
-        "temporary files": {n for n in os.listdir("/tmp") if n.startswith(("rl_jax-s", "bwrap"))},
+        "temporary files": {
+            n for n in os.listdir("/tmp") if n.startswith(("rl_jax-s", "bwrap", "nsjail"))
+        },
         "descriptors": len(os.listdir("/proc/self/fd")),
         "sandboxes": [pid for pid, tag in owner.tagged() if f"/{os.getpid()}/" in tag],
         "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
@@ -228,9 +230,9 @@ def test_threads_run_sandboxes_of_their_own_at_once(bubblewrap):
 
 
 @pytest.mark.slow(seconds=4)
-def test_many_sandboxes_leave_no_process_mount_or_file(bubblewrap, request, capsys):
+def test_many_sandboxes_leave_no_process_mount_or_file(backend, request, capsys):
     num = int(request.config.getoption("--num_sandboxes"))
-    bubblewrap.run(shell("true"))
+    backend.run(shell("true"))
     before, seconds = census(), []
     for i in range(num):
         # Every fifth is killed, with a child that has a session of its own.
@@ -238,7 +240,7 @@ def test_many_sandboxes_leave_no_process_mount_or_file(bubblewrap, request, caps
             "setsid sleep 60 & sleep 60" if i % 5 == 4 else "echo x > a; setsid sleep 60 & true"
         )
         limits = replace(LIMITS, wall_s=0.1 if i % 5 == 4 else 20.0)
-        result = bubblewrap.run(shell(script, limits=limits, files={"b": b"x"}))
+        result = backend.run(shell(script, limits=limits, files={"b": b"x"}))
         seconds += [result.wall_s] * (i % 5 != 4)
         assert result.limit == ("wall" if i % 5 == 4 else "")
     assert census() == before
