@@ -8,6 +8,7 @@ import gc
 import statistics
 import threading
 import time
+import zlib
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,9 @@ def publish(sync: WeightSync, params: Any, version: int) -> Any:
 
 
 def request(uid: str, prompt: int, new: int) -> TurnRequest:
-    tokens = np.random.default_rng(len(uid)).integers(8, 256, prompt).astype(np.int32)
+    tokens = (
+        np.random.default_rng(zlib.crc32(uid.encode())).integers(8, 256, prompt).astype(np.int32)
+    )
     return TurnRequest(
         uid=uid, attempt=0, turn=0, tokens=tokens, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=new,
         stop_token_ids=(), stop=(), seed=1, tag="", deadline_s=DEADLINE_S,

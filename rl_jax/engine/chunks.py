@@ -16,32 +16,49 @@ class Piece:
     start: int
 
 
-def choose(
-    waiting: Sequence[tuple[int, int]],
-    max_tokens: int,
-    max_requests: int,
-    *,
-    fresh_apart: bool = False,
-) -> list[tuple[int, int]]:
-    """(index into waiting, tokens of it, at least 1) of each request of the next chunk, in order, the last in part.
+@dataclass
+class Chooser:
+    """Which requests the next chunk extends, chunk after chunk.
 
-    waiting: (position of the first token a request needs, how many it needs, at least 1). fresh_apart: a chunk of
-    requests that all start at position 0 is computed faster, so such ones are not mixed with others, the first in line
-    decides, and one that a chunk of its own would hold is not cut: it waits for a later chunk if what is left of this
-    one is too small, and smaller ones may pass it until it is the first.
+    fresh_apart: a chunk of requests that all start at position 0 is computed faster, so such ones are not mixed with
+    others, the first in line decides, and one that a chunk of its own would hold is not cut: it waits for a later chunk
+    if what is left of this one is too small, and smaller ones may pass it until it is the first. Others that
+    would not fill a chunk are put off while there are fresh ones, so that rests of long contexts share one;
+    max_requests times in a row at most.
     """
-    chosen, left = [], max_tokens
-    for index, (start, num_tokens) in enumerate(waiting):
-        if len(chosen) == max_requests or left == 0:
-            break
-        is_fresh = start == 0
-        if fresh_apart and is_fresh != (waiting[0][0] == 0):
-            continue
-        if fresh_apart and is_fresh and left < num_tokens <= max_tokens:
-            continue
-        chosen.append((index, min(num_tokens, left)))
-        left -= chosen[-1][1]
-    return chosen
+
+    max_tokens: int
+    max_requests: int
+    fresh_apart: bool = False
+    num_put_off: int = 0  # in a row
+
+    def choose(self, waiting: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(index into waiting, tokens of it, at least 1) of each request of the next chunk, in order, the last in part.
+
+        waiting: (position of the first token a request needs, how many it needs, at least 1).
+        """
+        is_fresh = bool(waiting) and waiting[0][0] == 0
+        chosen = self._fill(waiting, is_fresh)
+        if not self.fresh_apart or is_fresh or self.num_put_off == self.max_requests:
+            fresh = []
+        else:
+            is_short = sum(n for _, n in chosen) < self.max_tokens
+            fresh = self._fill(waiting, True) if is_short else []
+        self.num_put_off = self.num_put_off + 1 if fresh else 0
+        return fresh or chosen
+
+    def _fill(self, waiting: Sequence[tuple[int, int]], is_fresh: bool) -> list[tuple[int, int]]:
+        chosen, left = [], self.max_tokens
+        for index, (start, num_tokens) in enumerate(waiting):
+            if len(chosen) == self.max_requests or left == 0:
+                break
+            if self.fresh_apart and (start == 0) != is_fresh:
+                continue
+            if self.fresh_apart and is_fresh and left < num_tokens <= self.max_tokens:
+                continue
+            chosen.append((index, min(num_tokens, left)))
+            left -= chosen[-1][1]
+        return chosen
 
 
 def pack(pieces: Sequence[Piece], chunk_sizes: Sequence[int]) -> PrefillChunk:
@@ -54,7 +71,7 @@ def pack(pieces: Sequence[Piece], chunk_sizes: Sequence[int]) -> PrefillChunk:
     size = next((size for size in chunk_sizes if size >= total), 0)
     if size == 0:
         raise ValueError(
-            f"{total} tokens exceed the largest chunk of {chunk_sizes[-1]}; take what chunks.choose gives"
+            f"{total} tokens exceed the largest chunk of {chunk_sizes[-1]}; take what Chooser.choose gives"
         )
     tokens, position = np.zeros(size, np.int32), np.zeros(size, np.int32)
     segment = np.full(size, -1, np.int32)

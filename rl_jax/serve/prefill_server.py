@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from rl_jax.clock import now_s
-from rl_jax.engine.chunks import Piece, choose, pack
+from rl_jax.engine.chunks import Chooser, Piece, pack
 from rl_jax.engine.prefix_tree import Origin
 from rl_jax.serve.commands import Abort, Commit, Fence, OnPrefix
 from rl_jax.serve.handover import Outgoing, batches, first_missing, send
@@ -102,6 +102,7 @@ class PrefillServer:
         self._state: Any = None  # None while it compiles
         size = engine.settings
         self._paging = Paging(engine.spec, size.slots, size.table_pages)
+        self._chooser = Chooser(size.chunk_sizes[-1], size.chunk_requests, engine.packs_fresh)
         self._free_rows = list(range(size.slots))
         self._computing: dict[int, Job] = {}  # hash of a page (paging.chain) -> who computes it now
         self._may_begin = False  # something changed since the line was last walked
@@ -316,9 +317,8 @@ class PrefillServer:
     def _compute(self, waiting: list[Job]) -> None:
         """One chunk; those whose prefix is whole are handed over."""
         start = now_s()
-        sizes, most = self.engine.settings.chunk_sizes, self.engine.settings.chunk_requests
-        needs = [(job.num_done, job.missing) for job in waiting]
-        chosen = choose(needs, sizes[-1], most, fresh_apart=self.engine.packs_fresh)
+        sizes = self.engine.settings.chunk_sizes
+        chosen = self._chooser.choose([(job.num_done, job.missing) for job in waiting])
         jobs, taken = [waiting[i] for i, _ in chosen], [n for _, n in chosen]
         self._loop.doing = f"computing prefixes of {len(jobs)} requests"
         ranges = [(job.num_done, job.num_done + n) for job, n in zip(jobs, taken)]

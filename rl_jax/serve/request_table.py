@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rl_jax.engine.chunks import Piece, choose
+from rl_jax.engine.chunks import Chooser, Piece
 from rl_jax.engine.prefix_tree import Origin
 from rl_jax.serve.block_log import BlockLog
 from rl_jax.serve.commands import Add, OnDone, PrefixJob
@@ -57,10 +57,10 @@ class RequestTable:
         *,
         fresh_apart: bool = False,
     ):
-        """paging: of the engine's cache. fresh_apart: of chunks.choose, as the engine likes it."""
+        """paging: of the engine's cache. fresh_apart: of chunks.Chooser, as the engine likes it."""
         self.paging = paging
         self.server, self.pool, self.engine, self.serve = server, pool, engine, serve
-        self.fresh_apart = fresh_apart
+        self._chooser = Chooser(engine.chunk_sizes[-1], engine.chunk_requests, fresh_apart)
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self.counters |= {f"finish_{reason.value}": 0 for reason in FinishReason}
         self.sessions: dict[str, Session] = {}
@@ -157,8 +157,8 @@ class RequestTable:
 
     def pieces(self) -> tuple[list[ActiveTurn], list[Piece]]:
         """The next chunk: whose KV is extended, by which tokens."""
-        e, waiting = self.engine, [(t.session.kv_tokens, t.missing_kv) for t in self._filling]
-        chosen = choose(waiting, e.chunk_sizes[-1], e.chunk_requests, fresh_apart=self.fresh_apart)
+        waiting = [(turn.session.kv_tokens, turn.missing_kv) for turn in self._filling]
+        chosen = self._chooser.choose(waiting)
         turns, pieces = [self._filling[i] for i, _ in chosen], []
         for turn, (_, n) in zip(turns, chosen):
             start = turn.session.kv_tokens

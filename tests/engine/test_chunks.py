@@ -2,13 +2,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.engine.chunks import Piece, choose, end_positions, pack
+from rl_jax.engine.chunks import Chooser, Piece, end_positions, pack
 from rl_jax.engine.engine import buckets, tile_of
 from rl_jax.engine.programs import tile_index
 
 
 def numbers(sizes, *limits, start=0):
-    return [n for _, n in choose([(start, n) for n in sizes], *limits)]
+    return [n for _, n in Chooser(*limits).choose([(start, n) for n in sizes])]
 
 
 def test_a_chunk_is_filled_in_order_and_splits_the_last():
@@ -20,12 +20,33 @@ def test_a_chunk_is_filled_in_order_and_splits_the_last():
 
 
 def test_fresh_requests_are_kept_apart_and_whole_where_that_is_faster():
-    take = lambda waiting: choose(waiting, 10, 4, fresh_apart=True)
+    take = lambda waiting: Chooser(10, 4, fresh_apart=True).choose(waiting)
     assert take([(0, 3), (7, 2), (0, 4), (0, 9)]) == [(0, 3), (2, 4)]  # the first decides
     assert take([(7, 2), (0, 3), (1, 9)]) == [(0, 2), (2, 8)]  # others fill the chunk
+    assert take([(7, 2), (0, 3), (1, 6)]) == [(1, 3)]  # they do not
+    assert take([(7, 2), (1, 6)]) == [(0, 2), (1, 6)]
     assert take([(0, 25), (0, 1)]) == [(0, 10)]  # no chunk holds it whole
     assert take([(0, 4), (0, 25)]) == [(0, 4), (1, 6)]
     assert take([(0, 4), (0, 10), (0, 6)]) == [(0, 4), (2, 6)]  # what fits passes what does not
+
+
+def test_rests_of_long_contexts_share_a_chunk():
+    """As after a swap that rebuilds all KV: each context is a little longer than a chunk."""
+    chooser, waiting, chunks = Chooser(512, 16, fresh_apart=True), [(0, 553)] * 32, 0
+    while waiting:
+        chunks += 1
+        for index, num_tokens in chooser.choose(waiting):
+            start, missing = waiting[index]
+            waiting[index] = (start + num_tokens, missing - num_tokens)
+        waiting = [(start, missing) for start, missing in waiting if missing]
+    assert chunks == 35, "32 of whole chunks, and 1,312 tokens of rests"
+
+
+def test_a_rest_is_put_off_so_many_times_only():
+    chooser = Chooser(512, 4, fresh_apart=True)
+    line = [(512, 3), *[(0, 512)] * 99]  # fresh ones come for ever
+    assert [chooser.choose(line)[0][0] for _ in range(10)] == [1, 1, 1, 1, 0, 1, 1, 1, 1, 0]
+    assert Chooser(512, 4).choose(line) == [(0, 3), (1, 509)]  # where a chunk may mix them
 
 
 def test_pack_takes_the_smallest_size_and_marks_padding():
