@@ -102,13 +102,12 @@ def chunks_of(engine, lengths, rng):
     """[(tables, chunk)]: whole prompts, as a server takes them from its line."""
     import numpy as np
 
-    from rl_jax.engine.chunks import Piece, choose, pack
+    from rl_jax.engine.chunks import Chooser, Piece, pack
 
     s, waiting, out = engine.settings, list(enumerate(lengths)), []
+    chooser = Chooser(s.chunk_sizes[-1], s.chunk_requests, fresh_apart=True)
     while waiting:
-        chosen = choose(
-            [(0, n) for _, n in waiting], s.chunk_sizes[-1], s.chunk_requests, fresh_apart=True
-        )
+        chosen = chooser.choose([(0, n) for _, n in waiting])
         taken = [waiting[i] for i, _ in chosen]
         waiting = [one for one in waiting if one not in taken]
         draw = lambda n: rng.integers(0, engine.model.vocab_size, n).astype(np.int32)
