@@ -20,6 +20,7 @@ from rl_jax.rollout.bound import Bound, Limits, Seen
 from rl_jax.rollout.buffer import SampleBuffer
 from rl_jax.rollout.scheduler import REDUNDANT, SchedulerConfig
 from rl_jax.rollout.scheduler.batch import BatchScheduler, BatchState
+from rl_jax.rollout.scheduler.demands import checked, excess
 from rl_jax.rollout.scheduler.trajectory import TrajectoryScheduler
 from rl_jax.rollout.traces import trajectory_sha256
 from rl_jax.settings import RolloutSettings
@@ -161,6 +162,7 @@ class Simulation:
         self.rng = random.Random(seed)
         self.extra_groups, self.extra_members = extra
         self.risks = risks
+        self.is_watched = seed % 8 == 0  # by scheduler/demands.py, which takes its time
         self.places = places or {tag: (tag if tag in slots else "",) for tag in tags}
         self.most, self.tags, self.need, self.size, self.slots = (
             max_staleness,
@@ -237,7 +239,11 @@ class Simulation:
 
     def decide(self, event):
         self.clock += 1.0
-        self.state, actions = self.policy.decide(self.state, self.view(), event)
+        view = self.view()
+        self.state, actions = self.policy.decide(self.state, view, event)
+        if self.is_watched:
+            checked("", (self.state, actions), view, self.rules)
+            assert not excess(actions, view, self.rules)
         for action in actions:
             if isinstance(action, Drop):
                 self.drop_one(action)
