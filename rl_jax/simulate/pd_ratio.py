@@ -22,7 +22,7 @@ from rl_jax.settings import (
     ServeSettings,
 )
 from rl_jax.simulate import clock
-from rl_jax.simulate.costs import H800, QWEN3_8B, Costs
+from rl_jax.simulate.costs import H800, QWEN3_8B, Costs, Hardware
 from rl_jax.simulate.rollout import DEADLINE_S, SimulatedRollout
 from rl_jax.simulate.servers import Servers, engine_settings
 from rl_jax.simulate.workload import Constant, Draw, Lognormal, TaskShape, rng_of
@@ -90,9 +90,9 @@ def play(
     return clock.run(main())
 
 
-def table(context: int) -> Table:
+def table(context: int, hardware: Hardware = H800) -> Table:
     """What one server takes, at histories of `context` tokens."""
-    costs = Costs(H800, QWEN3_8B)
+    costs = Costs(hardware, QWEN3_8B)
     size = lambda num: costs.chunk_s(num, num * (num + 1) // 2, num)
     lengths, loads = (128, 512, 2048, 4096, 8192), (1, 4, 16, 64)
     return Table(
