@@ -1,7 +1,7 @@
 """Four equal servers split between prefill and decode in every way, and who chooses the split.
 
 Source: RollArt, arXiv:2512.22560, section PD split: 1P3D, 2P2D and 3P1D, chosen by hand there; 3P1D is worst for its
-decode-bound work. Three traces of one turn an episode: long prompts with short answers, the reverse, and one between.
+decode-bound work. Traces of one turn an episode: long prompts with short answers, the reverse, one between; and others.
 Who chooses: nobody (a fixed split), serve/split.py from a table before the start, or serve.pd_balance=auto from the
 even split. The table's points are what CostEngine spends on a chunk and on a block, as a benchmark of one server would
 measure them.
@@ -45,6 +45,12 @@ PREFILL_HEAVY = _trace("prefill_heavy", 8000, 100)
 BETWEEN = _trace("between", 4000, 500)
 DECODE_HEAVY = _trace("decode_heavy", 500, 2000)
 TRACES = (PREFILL_HEAVY, BETWEEN, DECODE_HEAVY)
+# By which it is seen whether a change helps beyond the traces that it was made for.
+OTHERS = (
+    _trace("2000_1000", 2000, 1000),
+    _trace("6000_250", 6000, 250),
+    _trace("1000_500", 1000, 500),
+)
 
 
 @dataclass(frozen=True)
