@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.report import ran  # noqa: E402
 from rl_jax.simulate.pd_ratio import (  # noqa: E402
     NUM_SERVERS,
+    OTHERS,
     SETTINGS,
     TRACES,
     Played,
@@ -87,7 +88,7 @@ def main() -> None:
         "batches": NUM_STEPS,
         "episodes of a batch": SETTINGS.batch_groups * SETTINGS.group_size,
     }
-    rows = [row for shape in TRACES for row in rows_of(shape, seeds)]
+    rows = [row for shape in (*TRACES, *OTHERS) for row in rows_of(shape, seeds)]
     args.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 

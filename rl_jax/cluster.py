@@ -186,15 +186,8 @@ class InProcCluster(Cluster):
             build_server(server, meshes.servers[server.name], model, settings, template_sha256)
             for server in plan.servers
         ]
-        self._is_auto = settings.serve.pd_balance == "auto"
-        tags = tuple(source.tag for source in settings.tasks.sources)
-        super().__init__(
-            plan,
-            servers,
-            template_sha256,
-            Balance() if self._is_auto else None,
-            Affinity(tags) if settings.serve.affinity == "auto" else None,
-        )
+        self._is_auto = is_balanced(settings)
+        super().__init__(plan, servers, template_sha256, *choosers(settings))
 
     def lower(self) -> Iterator[Program]:
         """The programs of each distinct server, from shapes alone; no thread is started. Raises: LoweringError."""
@@ -240,7 +233,7 @@ class ProcessCluster(Cluster):
             kind = RemotePrefillServer if spec.kind == "prefill" else RemoteDecodeServer
             more = (starter, self.carriers)
             servers.append(kind(spec, cluster, log_dir, deadline_s, *more))
-        super().__init__(plan, servers, template_sha256)
+        super().__init__(plan, servers, template_sha256, *choosers(settings))
 
     def start(self) -> None:
         """Raises: ServersNotReady where it is known that they can never all live."""
@@ -277,6 +270,20 @@ class ProcessCluster(Cluster):
         self.carriers.close()
         assert self.starter is not None, "the constructor made it"
         self.starter.close()
+
+
+def is_balanced(settings: Settings) -> bool:
+    """Whether any server may get any role: each is a DecodeServer then."""
+    return settings.serve.pd_balance == "auto"
+
+
+def choosers(settings: Settings) -> tuple[Balance | None, Affinity | None]:
+    """What the router is to choose by itself."""
+    tags = tuple(source.tag for source in settings.tasks.sources)
+    return (
+        Balance() if is_balanced(settings) else None,
+        Affinity(tags) if settings.serve.affinity == "auto" else None,
+    )
 
 
 def make_starter(settings: ClusterSettings, log_dir: Path, specs: Sequence[Spec]) -> Starter:
@@ -343,7 +350,7 @@ def _spec(server: ServerPlan, model: Model, settings: Settings, template_sha256:
     return ServerSpec(
         name=server.name,
         pool=server.pool,
-        kind="prefill" if server.kind == "prefill" else "decode",
+        kind="prefill" if server.kind == "prefill" and not is_balanced(settings) else "decode",
         tags=server.tags,
         hardware=server.hardware,
         template_sha256=template_sha256,

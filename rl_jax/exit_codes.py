@@ -23,6 +23,7 @@ from rl_jax.rollout.buffer import TakeTimeout
 from rl_jax.rollout.evaluation import EvaluationFailed, EvaluationUnplayable
 from rl_jax.rollout.player import EnvBudgetExhausted, FleetExhausted
 from rl_jax.rollout.rollout import RolloutStopped
+from rl_jax.rollout.scheduler.demands import SchedulerError
 from rl_jax.rollout.scripted import ScriptError
 from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.rollout.tasks import TaskError
@@ -39,6 +40,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (SyncPlanError, 2),
     (ContractError, 2),
     (AlgorithmRaised, 2),
+    (SchedulerError, 2),
     (CheckpointError, 3),
     (TaskError, 3),
     (TraceError, 3),

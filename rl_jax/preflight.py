@@ -37,8 +37,10 @@ from rl_jax.models.model import Model
 from rl_jax.rewards.check import ENV_SCORER, from_steps
 from rl_jax.role_source import NEEDED_ROLE, find_source, role_errors, vocabulary_error
 from rl_jax.rollout.blocking import run_blocking
+from rl_jax.rollout.curriculum import ANY
 from rl_jax.rollout.episode import Episode, EpisodeRules
-from rl_jax.rollout.scheduler import SCHEDULERS
+from rl_jax.rollout.scheduler import SCHEDULERS, SchedulerConfig
+from rl_jax.rollout.scheduler.demands import SchedulerError, tried
 from rl_jax.rollout.scripted import ScriptError, ScriptPlan, scripted_episodes
 from rl_jax.rollout.selection import selected
 from rl_jax.rollout.worker import EnvError, EnvPool
@@ -97,7 +99,7 @@ def load_names(
     Raises ConfigError, here and not when the name is used: then there is a run directory, and servers run.
     """
     resolve(settings.model.family, MODELS)
-    resolve(settings.rollout.scheduler, SCHEDULERS)
+    _try_scheduler(settings, resolve)
     algorithm = load_algorithm(settings, resolve)
     renderer = _load_renderer(settings, resolve)
     tokenizer = renderer.tokenizer
@@ -119,6 +121,18 @@ def load_names(
     if errors:
         raise ConfigError(errors)
     return renderer
+
+
+def _try_scheduler(settings: Settings, resolve: Resolve) -> None:
+    """Ask the policy once, as at the first batch. Raises ConfigError."""
+    r = settings.rollout
+    tags = tuple(source.tag for source in settings.tasks.sources) or (ANY,)
+    told = SchedulerConfig(tags, r.group_size, r.max_staleness, r.extra_groups, r.extra_members)
+    try:
+        tried(r.scheduler, resolve(r.scheduler, SCHEDULERS)(), told, r.batch_groups)
+    except (SchedulerError, TypeError) as error:
+        text = f"rollout.scheduler={r.scheduler}: {error}"
+        raise ConfigError([str(error) if isinstance(error, SchedulerError) else text]) from error
 
 
 def vocabulary_remedy(model: ModelSettings) -> str:

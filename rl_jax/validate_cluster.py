@@ -95,16 +95,6 @@ def cluster_errors(s: Settings) -> Iterator[str]:
             " cluster.learner_processes of at least 1; use one of these, or cluster.backend=inproc and"
             " cluster.learner_processes=0"
         )
-    if s.serve.pd_balance == "auto" and c.backend != "inproc":
-        yield (
-            "serve.pd_balance=auto moves servers of the driver's process only; use cluster.backend=inproc, or"
-            " serve.pd_balance=fixed"
-        )
-    if s.serve.affinity == "auto" and c.backend != "inproc":
-        yield (
-            "serve.affinity=auto reads what turns cost on servers of the driver's process only; use cluster.backend="
-            "inproc, or serve.affinity=declared"
-        )
     if c.lease_s < 3 * c.heartbeat_s:
         yield (
             f"cluster.lease_s={c.lease_s:g} is less than three times cluster.heartbeat_s={c.heartbeat_s:g}: a sign of"

@@ -61,10 +61,6 @@ def test_every_setting_has_a_rule():
             "serve.affinity=auto has nothing to choose on mesh split_8, whose decode pools all have hardware cpu; give",
         ),
         (
-            ["--config.serve.affinity=auto", "--config.cluster.backend=local"],
-            "serve.affinity=auto reads what turns cost on servers of the driver's process only; use",
-        ),
-        (
             ["--config.rollout.staleness_policy=adaptive"],
             "rollout.staleness_policy=adaptive chooses 1 to rollout.max_staleness=1, which leaves no choice; use",
         ),

@@ -51,6 +51,7 @@ class Lives:
         self.num = 0  # processes started
         self.final: str | None = None  # why no other process will be started
         self.stats: dict[str, Any] = {}  # of the process that lives, as it told last
+        self.queues_s: dict[str, float] = {}  # likewise: by role, how long a request waits there
         self._starter, self._on_end = starter, on_end
         self._changed = threading.Condition()
         self._channel: Channel | None = None  # of a process that is built and lives
@@ -238,7 +239,7 @@ class Lives:
             return
         with self._changed:
             self._progress = Progress(*body["progress"])
-            self.stats = body["stats"]
+            self.stats, self.queues_s = body["stats"], body.get("queues_s", {})
             if body["ready"] and self._channel is process.channel and not self._is_ready:
                 self._is_ready = self._got_ready = self._was_ready = True
                 self._changed.notify_all()
@@ -253,4 +254,4 @@ class Lives:
         if not self._closing:
             self._on_end(f"its process ended: {why}")
         with self._changed:
-            self.stats = {}
+            self.stats, self.queues_s = {}, {}

@@ -5,7 +5,8 @@ process as a call and comes back as its answer; its key (uid#attempt.turn) is th
 arrays (weights/host_copy.py), bucket by bucket, go over there as carriers.py picks, and are staged, digested and
 committed by the server's own StagedWeights. A prefix is fetched to the host by the process that computed it and goes
 through the driver to the one that decodes: two hops and two copies. From shard to shard, process to process
-(jax.experimental.transfer), it would be one.
+(jax.experimental.transfer), it would be one. What router.py chooses by (serve.pd_balance, serve.affinity) is known
+here: what a token and a step take as of the last answer, and how long requests wait as of the last pulse.
 Invariants: every request ends in exactly one callback. A process that ends, for whatever reason, fences its server at
 once, and what it was asked fails (retryable); the next process of it serves only after a commit, once it has compiled.
 What was asked before a fence is never answered after it. A turn is given on only if each of its tokens has a version
@@ -96,6 +97,7 @@ class RemoteServer:
         self._syncs: OrderedDict[str, int] = OrderedDict()  # sync_id -> version, of the last ones
         self._versions: set[int] = set()  # that this process may answer with
         self._before: Counter[str] = Counter()  # counters of the processes before
+        self._token_s: tuple[float, float] | None = None
         self._num_unasked = 0  # answers that came after their request had failed at a fence
         starter = starter or LocalStarter(cluster, log_dir)
         self._lives = Lives(spec, cluster, starter, self._ended)
@@ -163,6 +165,11 @@ class RemoteServer:
         """A process that is not ready yet, or is silent. Any thread."""
         return self._lives.waits()
 
+    @property
+    def token_s(self) -> tuple[float, float] | None:
+        """Seconds that a token of a prefix takes to be computed and to be moved to its host; None: not measured yet."""
+        return self._token_s
+
     # --- SyncTarget --------------------------------------------------------------------------
 
     def stage(self, sync_id: str, version: int, bucket: int, arrays: Mapping[str, Any]) -> int:
@@ -217,6 +224,19 @@ class RemoteServer:
     def _gone(self) -> None:
         """What the process held is lost; the lock is held."""
 
+    def _ask_prefix(
+        self, request: TurnRequest, target: Any, on_prefix: OnPrefix, held: int
+    ) -> None:
+        """As PrefillServer.submit; target: a RemoteDecodeServer. on_prefix gets the Prefix, with host arrays, or a
+        TurnError, and the seconds of queue, prefill and transfer, on a thread of the channel, or here."""
+        body, arrays = codec.request_to_wire(request)
+        self._ask(
+            {"request": body, "target": target.name, "held": int(held), "grace_s": GRACE_S},
+            arrays,
+            request.deadline_s,
+            lambda result: on_prefix(*self._prefix(result)),
+        )
+
     def _ask(
         self,
         body: Mapping[str, Any],
@@ -241,6 +261,26 @@ class RemoteServer:
             deadline_s=deadline_s + GRACE_S,
             done=lambda result: self._settled(flight, result),
         )
+
+    def _prefix(self, result: Answer | TurnError) -> tuple[Prefix | TurnError, dict[str, float]]:
+        if isinstance(result, TurnError):
+            return result, {}
+        try:
+            body = result.body
+            times_s = {name: float(seconds) for name, seconds in body["times_s"].items()}
+            if "error" in body:
+                return codec.error_from_wire(body["error"]), times_s
+            prefix = codec.prefix_from_wire(body["prefix"], result.arrays)
+            measured = body["token_s"]
+        except (CodecError, KeyError, TypeError, ValueError) as error:
+            return self._unusable(error), {}
+        with self._lock:
+            is_known = prefix.version in self._versions
+            self._token_s = None if measured is None else (measured[0], measured[1])
+        if not is_known:
+            error = ValueError(f"a prefix of version {prefix.version}, which was not committed")
+            return self._unusable(error), times_s
+        return prefix, times_s
 
     def _settled(self, flight: _Flight, result: Answer | Exception) -> None:
         with self._lock:
@@ -268,6 +308,7 @@ class RemoteServer:
             self._before.update(counted)
             self._syncs.clear()
             self._versions.clear()
+            self._token_s = None
             self._gone()
         self._carriers.over(self.name)
         self._fail_all(why)
@@ -304,6 +345,12 @@ class RemoteDecodeServer(RemoteServer):
             lambda result: on_done(self._turn(request, result)),
         )
 
+    def submit_prefix(
+        self, request: TurnRequest, target: Any, on_prefix: OnPrefix, held: int = 0
+    ) -> None:
+        """As DecodeServer.submit_prefix, for another server."""
+        self._ask_prefix(request, target, on_prefix, held)
+
     def release(self, session: str) -> None:
         """The session's slot may be used for another one."""
         with self._lock:
@@ -326,6 +373,15 @@ class RemoteDecodeServer(RemoteServer):
     def append_token_s(self) -> float | None:
         """Seconds that a token takes that is appended to a live history; None: not measured yet."""
         return self._told.get("append_token_s")
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a decode step; None: not measured yet."""
+        return self._told.get("step_s")
+
+    def queue_s(self, role: str) -> float:
+        """As DecodeServer's, as of the last pulse."""
+        return self._lives.queues_s.get(role, 0.0)
 
     @property
     def num_running(self) -> int:
@@ -372,48 +428,6 @@ class RemoteDecodeServer(RemoteServer):
 class RemotePrefillServer(RemoteServer):
     """A PrefillServer of another process."""
 
-    def __init__(self, *args: Any, **more: Any):
-        super().__init__(*args, **more)
-        self._token_s: tuple[float, float] | None = None
-
     def submit(self, request: TurnRequest, target: Any, on_prefix: OnPrefix, held: int = 0) -> None:
-        """Ask for the KV of context[:-1], of which the target, a RemoteDecodeServer, has the first `held` tokens.
-
-        on_prefix gets the Prefix, with host arrays, or a TurnError, and the seconds of queue, prefill and transfer; it
-        is called on a thread of the channel, or here.
-        """
-        body, arrays = codec.request_to_wire(request)
-        self._ask(
-            {"request": body, "target": target.name, "held": int(held), "grace_s": GRACE_S},
-            arrays,
-            request.deadline_s,
-            lambda result: on_prefix(*self._prefix(result)),
-        )
-
-    @property
-    def token_s(self) -> tuple[float, float] | None:
-        """Seconds that a token takes to be computed and to be moved to its host; None: not measured yet."""
-        return self._token_s
-
-    def _prefix(self, result: Answer | TurnError) -> tuple[Prefix | TurnError, dict[str, float]]:
-        if isinstance(result, TurnError):
-            return result, {}
-        try:
-            body = result.body
-            times_s = {name: float(seconds) for name, seconds in body["times_s"].items()}
-            if "error" in body:
-                return codec.error_from_wire(body["error"]), times_s
-            prefix = codec.prefix_from_wire(body["prefix"], result.arrays)
-            measured = body["token_s"]
-        except (CodecError, KeyError, TypeError, ValueError) as error:
-            return self._unusable(error), {}
-        with self._lock:
-            is_known = prefix.version in self._versions
-            self._token_s = None if measured is None else (measured[0], measured[1])
-        if not is_known:
-            error = ValueError(f"a prefix of version {prefix.version}, which was not committed")
-            return self._unusable(error), times_s
-        return prefix, times_s
-
-    def _gone(self) -> None:
-        self._token_s = None
+        """Ask for the KV of context[:-1], of which the target has the first `held` tokens."""
+        self._ask_prefix(request, target, on_prefix, held)

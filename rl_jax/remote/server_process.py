@@ -28,6 +28,7 @@ from rl_jax.remote.channel import Request
 from rl_jax.remote.program import run_program
 from rl_jax.remote.service import Service
 from rl_jax.remote.spec import PROGRAM
+from rl_jax.serve.balance import ROLES
 from rl_jax.serve.build import build_server
 from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.prefill_server import PrefillServer
@@ -62,10 +63,10 @@ def load(path: str) -> Any:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Stands for a decode server of another process: the pages stay in the layout that the prefill engine reads."""
+    """Stands for a decode server of another process: the pages stay in the layout that the computing engine reads."""
 
     name: str
-    engine: Any  # the prefill server's own
+    engine: Any  # the computing server's own
 
 
 def _reach(request: Request) -> None:
@@ -108,6 +109,7 @@ class ServerService(Service):
             "dead": dead,
             "progress": list(server.progress()),
             "stats": _numbers(server.stats()),
+            "queues_s": {} if server.kind == "prefill" else {r: server.queue_s(r) for r in ROLES},
         }
 
     # --- in order, on the main thread --------------------------------------------------------
@@ -156,10 +158,11 @@ class ServerService(Service):
         body, server = request.body, self._server
         asked = codec.request_from_wire(body["request"], request.arrays[:1])
         asked = replace(asked, deadline_s=max(0.0, request.left_s - body["grace_s"]))
-        if server.kind == "prefill":
+        if "target" in body:
             target = Elsewhere(body["target"], server.engine)
             done = lambda result, times_s: self._prefixed(request, result, times_s)
-            server.submit(asked, target, done, body["held"])
+            submit = server.submit if server.kind == "prefill" else server.submit_prefix
+            submit(asked, target, done, body["held"])
             return
         prefix = None
         if body["prefix"] is not None:
@@ -175,7 +178,7 @@ class ServerService(Service):
         body, arrays = codec.turn_to_wire(result)
         version = server.version
         live = [server.live_tokens(asked.session, version), version]
-        told = {"append_token_s": server.append_token_s, "num_running": server.num_running}
+        told = {name: getattr(server, name) for name in ("append_token_s", "step_s", "num_running")}
         request.answer({"turn": body, "live": live, "told": told}, arrays)
 
     def _prefixed(

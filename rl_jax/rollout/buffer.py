@@ -25,6 +25,7 @@ raises TakeTimeout with the status line, a failed rollout raises its error at on
 Must not: know how groups are made, or hold its lock while anything but memory is touched.
 """
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -39,6 +40,8 @@ from rl_jax.rollout.selection import Select, Selection, selected
 from rl_jax.rollout.traces import trajectory_sha256
 from rl_jax.settings import RolloutSettings
 from rl_jax.types import Group, Trajectory
+
+LOG = logging.getLogger(__name__)
 
 
 class TakeTimeout(RuntimeError):
@@ -144,6 +147,13 @@ class SampleBuffer:
                 self._seq += 1
             self._beat_s = self._clock()
             self._change.notify_all()
+        if reason == "buffer_full":
+            LOG.warning(
+                "rollout.scheduler=%s had more groups played than rollout.max_staleness lets wait: %s is complete and"
+                " dropped, beside %d; let it start fewer, by View.held and View.groups",
+                self._settings.scheduler, group.uid, self.limit,
+                extra={"kind": "groups beyond the buffer's limit"},
+            )  # fmt: skip
         if reason or chosen is None:
             self._drop(group.trajectories, str(reason))
             return False

@@ -1,7 +1,8 @@
 """Asks the scheduler at every event and does what it says: groups and their members, from start to the buffer.
 
 Owns: the groups in flight (sole writer), on the rollout's loop only. Invariants: every event reaches the policy, in
-order, with a View taken after everything before it was done; the capacity is enforced here, whatever a policy asks; a
+order, with a View taken after everything before it was done; the capacity is enforced here, whatever a policy asks, and
+what it asks for beyond that is named (scheduler/demands.py); a
 member is in exactly one of: live, scored, given up, leaving, to be started; a group leaves to the buffer complete, or
 is dropped with a reason for each of its members.
 Life of a member: 1 Start takes a slot, writes ISSUED and creates its task. 2 When its turns are over the slot is free
@@ -12,7 +13,10 @@ one completes it. Or it failed, and the short-group rule (rollout.short_group_in
     drop       drop the group
 Where the group has spare members (rollout.extra_members), it goes on without this one instead of being dropped.
 A complete group has exactly group_size members, unless `survivors` made it smaller: what else of it runs is cancelled
-at once (REDUNDANT), and so is what the policy drops for that reason.
+at once (REDUNDANT), and so is what runs of a group that the policy drops for that reason. No policy cancels a redundant
+member (Cancel): which one is left over is known when the last that is wanted is scored, and a decision of its own
+between that and the group's way to the buffer would leave it in flight beside its complete group. Nor is a redundant
+group ended by Cancels: its group would go on without them, while Drop ends its record and its members' together.
 A failure charged to the policy goes by `survivors` under every rule (the same seed would fail again), and one that no
 further attempt can mend (HOPELESS) drops the group at once; the scheduler then starts another group.
 A member older than max_staleness goes by rollout.short_group_stale, with the same three words, scored or not, and also
@@ -23,6 +27,7 @@ Must not: block, decide when anything starts, or know how an episode is played.
 """
 
 import asyncio
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -36,7 +41,7 @@ from rl_jax.rollout.episode import Episode, EpisodeRules
 from rl_jax.rollout.live_group import LiveGroup, Member
 from rl_jax.rollout.player import Player, failure_reason
 from rl_jax.rollout.redundancy import Redundancy
-from rl_jax.rollout.scheduler import REDUNDANT, SchedulerConfig
+from rl_jax.rollout.scheduler import REDUNDANT, SchedulerConfig, demands
 from rl_jax.rollout.slots import Slots
 from rl_jax.rollout.turn_barrier import TurnBarrier
 from rl_jax.settings import RolloutSettings
@@ -59,6 +64,7 @@ from rl_jax.types import (
     View,
 )
 
+LOG = logging.getLogger(__name__)
 STALE = "stale"
 NEW_WEIGHTS = "new_weights"
 HOPELESS = ("prompt_over_context", "done_at_reset")
@@ -82,11 +88,12 @@ class Dispatcher:
     def __post_init__(self):
         s = self.settings
         self._bound = s.max_staleness
-        self._state = self.policy.init(
-            SchedulerConfig(
-                self.tags, s.group_size, s.max_staleness, s.extra_groups, s.extra_members
-            )
+        self._told = SchedulerConfig(
+            self.tags, s.group_size, s.max_staleness, s.extra_groups, s.extra_members
         )
+        self._state = self.policy.init(self._told)
+        limit = f"rollout.take_timeout_s={s.take_timeout_s:g}"
+        self.shortfalls = demands.Shortfalls(s.scheduler, self._told, limit)
         self._barrier = TurnBarrier() if s.env_stepping == "batch" else None
         self.redundancy = Redundancy() if s.extra_groups or s.extra_members else None
         self._groups: dict[str, LiveGroup] = {}  # in order of issue
@@ -126,12 +133,28 @@ class Dispatcher:
             while self._events:
                 event = self._events.popleft()
                 self._shed_stale()
-                self._state, actions = self.policy.decide(self._state, self.view(), event)
-                for action in actions:
+                for action in self._ask(event):
                     self._apply(action)
+                if isinstance(event, Tick):
+                    self.shortfalls.look(self.view(), now_s())
         finally:
             self._is_deciding = False
         self._note_idle()
+
+    def _ask(self, event: Event) -> list[SchedulerAction]:
+        """What the policy decides; what it asks for beyond what exists is named. Raises: SchedulerError."""
+        view, name = self.view(), self.settings.scheduler
+        try:
+            answer = self.policy.decide(self._state, view, event)
+        except Exception as error:  # the boundary to a plugin
+            raise demands.raised(name, f"decide at {event}", error) from error
+        self._state, actions = demands.checked(name, answer, view, self._told)
+        for text in demands.excess(actions, view, self._told):
+            LOG.warning(
+                "rollout.scheduler=%s asked for %s; it gets what there is: let it ask for no more than its View has",
+                name, text, extra={"kind": "what the scheduler asked for in vain"},
+            )  # fmt: skip
+        return actions
 
     def want(self, step: int, num_groups: int, last_step: int | None = None) -> None:
         """The driver will take `num_groups` groups for `step`, and for no step after `last_step`."""
@@ -219,6 +242,7 @@ class Dispatcher:
     def halt(self) -> None:
         """Nothing starts any more; what runs goes on."""
         self._is_stopped = True
+        self.shortfalls.end()
 
     def stop(self, reason: str) -> list[asyncio.Task]:
         """Nothing starts any more; all groups in flight are dropped. Returns the tasks to wait for."""
@@ -239,9 +263,11 @@ class Dispatcher:
                     # Its task is of a source at its limit: others may have the slots.
                     self.handle(Tick())
             case Start(str() as group, members, _):
-                self._start_members(self._groups[group], members)
+                if group in self._groups:  # else it ended by an action of the same decision
+                    self._start_members(self._groups[group], members)
             case Drop(group, reason):
-                self._drop(group, reason)
+                if group in self._groups:
+                    self._drop(group, reason)
             case Cancel(uid, reason):
                 self._cancel(uid, reason)
 
@@ -401,7 +427,11 @@ class Dispatcher:
     def _cancel(self, uid: str, reason: str) -> None:
         """One member is not needed any more: the group goes on without it."""
         group_uid, _, sample = uid.rpartition("/")
-        group = self._groups[group_uid]
+        group = self._groups.get(group_uid)
+        if group is None:
+            return
+        if int(sample) not in group.members:
+            raise demands.no_episode(self.settings.scheduler, uid)
         self._cancel_member(group.members.pop(int(sample)), reason)
         self._give_up(group, [int(sample)], reason)
 

@@ -294,8 +294,9 @@ class Rollout:
         return "; ".join(parts)
 
     def waits(self) -> list[Wait]:
-        """What the workers of environments and scorers do, and the loop itself where it stands still; any thread."""
-        waits = self.pool.waits()
+        """What the workers of environments and scorers do, tags of which the scheduler starts nothing, and the loop
+        itself where it stands still; any thread."""
+        waits = self.pool.waits() + self._dispatcher.shortfalls.waits()
         late_s = time.monotonic() - self._ticked_s
         if self._ticker is not None and not self._is_closed and late_s > self.still_s:
             limit = f"rollout.take_timeout_s={self.settings.take_timeout_s:g}"

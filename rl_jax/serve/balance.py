@@ -6,7 +6,8 @@ A move needs all of these, so that a constant load moves little:
 1. One role's average wait is `factor` times the other's and at least `least_s`, for `looks` looks in a row, over which
    it does not fall: what is left of a burst, or of the time before the last move, drains by itself.
 2. The other role keeps a live server.
-3. `rest` looks have passed since the last move.
+3. `rest` looks have passed since the last move; for one to prefill also since the first request. A rollout begins with
+   every episode at its first prompt: what waits there then is that burst, and nothing could wait to decode yet.
 4. A move to a split that was left before needs `factor` times the wait that was left there, which counts half after
    `fade` looks: of neighbours that all have somebody waiting, the better one is kept.
 A role that has no live server gets one at once, if the other has two.
@@ -51,6 +52,7 @@ class Balance:
     num_looks: int = 0
     first_s: float = 0.0  # its average at the first of these looks
     rest: int = 0  # looks until a move is possible
+    num_seen: int = 0  # looks, up to band.rest
     left: Mapping[int, float] = field(
         default_factory=dict
     )  # num_prefill -> the wait when it was left
@@ -68,7 +70,8 @@ class Balance:
         if not side or counts[giver] < 2 or new._is_worse(seen, side):
             return new._calm(), None
         new = new._counted(side)
-        if new.num_looks < new.band.looks or new.rest > 0:
+        is_early = side == "prefill" and new.num_seen <= new.band.rest
+        if new.num_looks < new.band.looks or new.rest > 0 or is_early:
             return new, None
         return new._moved(seen, side), side
 
@@ -80,6 +83,7 @@ class Balance:
             prefill_s=self.prefill_s * keep + seen.prefill_s * (1 - keep),
             decode_s=self.decode_s * keep + seen.decode_s * (1 - keep),
             rest=max(0, self.rest - 1),
+            num_seen=min(self.num_seen, self.band.rest) + 1,
             left={num: wait_s * fades for num, wait_s in self.left.items()},
         )
 

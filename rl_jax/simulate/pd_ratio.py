@@ -1,7 +1,7 @@
 """Four equal servers split between prefill and decode in every way, and who chooses the split.
 
 Source: RollArt, arXiv:2512.22560, section PD split: 1P3D, 2P2D and 3P1D, chosen by hand there; 3P1D is worst for its
-decode-bound work. Three traces of one turn an episode: long prompts with short answers, the reverse, and one between.
+decode-bound work. Traces of one turn an episode: long prompts with short answers, the reverse, one between; and others.
 Who chooses: nobody (a fixed split), serve/split.py from a table before the start, or serve.pd_balance=auto from the
 even split. The table's points are what CostEngine spends on a chunk and on a block, as a benchmark of one server would
 measure them.
@@ -22,7 +22,7 @@ from rl_jax.settings import (
     ServeSettings,
 )
 from rl_jax.simulate import clock
-from rl_jax.simulate.costs import H800, QWEN3_8B, Costs
+from rl_jax.simulate.costs import H800, QWEN3_8B, Costs, Hardware
 from rl_jax.simulate.rollout import DEADLINE_S, SimulatedRollout
 from rl_jax.simulate.servers import Servers, engine_settings
 from rl_jax.simulate.workload import Constant, Draw, Lognormal, TaskShape, rng_of
@@ -45,6 +45,12 @@ PREFILL_HEAVY = _trace("prefill_heavy", 8000, 100)
 BETWEEN = _trace("between", 4000, 500)
 DECODE_HEAVY = _trace("decode_heavy", 500, 2000)
 TRACES = (PREFILL_HEAVY, BETWEEN, DECODE_HEAVY)
+# By which it is seen whether a change helps beyond the traces that it was made for.
+OTHERS = (
+    _trace("2000_1000", 2000, 1000),
+    _trace("6000_250", 6000, 250),
+    _trace("1000_500", 1000, 500),
+)
 
 
 @dataclass(frozen=True)
@@ -90,9 +96,9 @@ def play(
     return clock.run(main())
 
 
-def table(context: int) -> Table:
+def table(context: int, hardware: Hardware = H800) -> Table:
     """What one server takes, at histories of `context` tokens."""
-    costs = Costs(H800, QWEN3_8B)
+    costs = Costs(hardware, QWEN3_8B)
     size = lambda num: costs.chunk_s(num, num * (num + 1) // 2, num)
     lengths, loads = (128, 512, 2048, 4096, 8192), (1, 4, 16, 64)
     return Table(

@@ -233,7 +233,7 @@ def until(condition, what="the condition") -> None:
 def kit():
     return SimpleNamespace(
         ask=ask, together=together, until=until, World=World, Operator=Operator, PATIENCE_S=PATIENCE_S, LEASE_S=LEASE_S,
-        ENGINE=ENGINE, SERVE=SERVE, WEIGHTS=WEIGHTS,
+        BLOCK_S=BLOCK_S, ENGINE=ENGINE, SERVE=SERVE, WEIGHTS=WEIGHTS,
     )  # fmt: skip
 
 

@@ -1,17 +1,22 @@
 """One suite for all backends, whoever starts the servers: the same answers, the same errors, the same syncs,
 and the same way back from death."""
 
+import asyncio
 import os
 import queue
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from rl_jax.serve import Router
+from rl_jax.serve.balance import Balance
 from rl_jax.types import FinishReason, Turn, TurnError
 
 pytestmark = pytest.mark.slow
+NO_TAGS = SimpleNamespace(pools_for=lambda tag: ())
 
 
 @pytest.fixture(scope="module", params=["inproc", "local", "external", "ray"])
@@ -70,6 +75,67 @@ def test_prefix_of_a_prefill_server_and_a_live_history_are_used(world, kit):
     assert live == 34 and fits == 19 and two.cached_prompt == 34 and two.server == one.server
     router.release("b#0")
     kit.until(lambda: server.live_tokens("b#0", world.version) == 0)
+
+
+def test_a_server_that_decodes_gets_the_prefill_role_and_is_asked_for_prefixes(world, kit):
+    router = Router(world.decode, [], NO_TAGS, balance=Balance())
+    before = [server.stats()["sent_tokens"] for server in world.decode]
+    requests = [kit.ask(f"role{i}", range(1, 40)) for i in range(2)]
+
+    async def play():
+        yield_s, turns = 0.05, [await router.generate(requests[0])]
+        while (
+            router.stats()["role_moves"] == 0
+        ):  # a role without a server gets one at the first look
+            turns.append(await router.generate(kit.ask("look")))
+            await asyncio.sleep(yield_s)
+        return turns[0], await router.generate(requests[1])
+
+    turns = kit.together(play())[0]
+    assert all(world.is_clean(*pair) for pair in zip(requests, turns, strict=True))
+    assert router.stats()["prefilled"] == 1 and turns[1].times_s["prefill"] > 0
+    computed, decoded = router._roles.prefill[0], router._roles.decode[0]
+    sent = {s.name: s.stats()["sent_tokens"] - n for s, n in zip(world.decode, before, strict=True)}
+    assert turns[1].server == decoded.name and sent == {computed.name: 38, decoded.name: 0}
+    for session in ("role0#0", "role1#0", "look#0"):
+        router.release(session)
+
+
+def test_a_line_before_a_server_and_what_its_steps_take_are_seen(world, kit):
+    server, seen = world.decode[0], []
+
+    class Looks:
+        """In the place of an Affinity: what it is told."""
+
+        moves, assigned = 0, {}
+
+        def turn(self, tag, num_computed, num_sampled):
+            seen.append((tag, num_computed, num_sampled))
+            return self
+
+        def look(self, prices, running):
+            seen.append(prices)
+            return self
+
+    done = [submit(server, kit.ask(f"line{i}", max_new_tokens=56)) for i in range(9)]  # of 4 slots
+    kit.until(lambda: server.queue_s("decode") > 0.05)
+    assert server.queue_s("prefill") == 0
+    for i, turn in enumerate(done):
+        assert len(turn.get(timeout=kit.PATIENCE_S).tokens) == 56
+        server.release(f"line{i}#0")
+    kit.until(lambda: server.queue_s("decode") == 0)
+    router = Router([server], [], NO_TAGS, affinity=Looks())
+
+    async def play():
+        while not any(isinstance(told, dict) for told in seen):
+            await router.generate(kit.ask("priced", range(30), max_new_tokens=20, tag="t"))
+            router.release("priced#0")
+
+    kit.together(play())
+    price = next(told for told in seen if isinstance(told, dict))[server.hardware]
+    assert price.num == 1 and price.token_s is not None  # a fake engine computes in no time
+    assert price.step_s >= 0.5 * kit.BLOCK_S / kit.ENGINE.steps_per_block
+    assert seen[0] == ("t", 29, 20)
 
 
 def test_abort_ends_a_turn_with_what_was_sampled(world, kit):

@@ -395,24 +395,6 @@ def test_servers_that_always_fail_stop_the_run_as_a_fleet(tmp_path):
         assert world.rollout.failed.exit_code == 5
 
 
-def test_error_inside_the_scheduler_ends_the_take_at_once(tmp_path):
-    class Broken:
-        def init(self, cfg):
-            return None
-
-        def decide(self, state, view, event):
-            raise KeyError("a bug of the policy")
-
-    world = World(tmp_path)
-    world.rollout._dispatcher.policy = Broken()
-    world.rollout.start()
-    world.rollout.want(1, 2)
-    with pytest.raises(KeyError, match="bug of the policy"):
-        world.buffer.take(1)
-    world.rollout.close()
-    world.ledger.close()
-
-
 def test_no_progress_raises_with_what_is_awaited(tmp_path):
     async def never(seconds):
         import asyncio

@@ -2,200 +2,15 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import pytest
 
 from rl_jax.rollout.scheduler import REDUNDANT, SCHEDULERS, SchedulerConfig
 from rl_jax.rollout.scheduler.batch import BatchScheduler
 from rl_jax.rollout.scheduler.trajectory import TrajectoryScheduler
-from rl_jax.types import Drop, GroupView, NeedBatch, Published, Start, Tick, View
-
-
-@dataclass
-class SimGroup:
-    uid: int
-    tag: str
-    size: int
-    issued_s: float
-    seq: int  # in the order of issue
-    running: list = field(
-        default_factory=list
-    )  # version of the oldest token of each live member; None = none yet
-    scored: list = field(default_factory=list)  # version of the oldest token of each scored member
-
-    def oldest(self, now):
-        return min([v for v in self.running + self.scored if v is not None], default=now)
-
-
-class Simulation:
-    """A rollout and a driver as plain counters. Fails where an invariant of the scheduler breaks.
-
-    extra: (groups, members) beyond those that are needed; failures: of members and groups, at random; skips: how often
-    a version is published that nobody trained for.
-    """
-
-    def __init__(
-        self, seed, max_staleness, tags, need, size, slots, places=None, *,
-        policy=TrajectoryScheduler, extra=(0, 0), failures=True, skips=0.0,
-    ):  # fmt: skip
-        self.rng = random.Random(seed)
-        self.extra_groups, self.extra_members = extra
-        self.failures, self.skips = failures, skips
-        self.places = places or {tag: (tag if tag in slots else "",) for tag in tags}
-        self.k, self.tags, self.need, self.size, self.slots = max_staleness, tags, need, size, slots
-        self.policy = policy()
-        self.state = self.policy.init(SchedulerConfig(tags, size, max_staleness, *extra))
-        self.version, self.step, self.clock = 0, 0, 0.0
-        self.flying, self.buffered, self.taken = [], [], []
-        self.num_issued = self.num_dropped = 0
-        self.ends = Counter()  # of groups
-        self.issued_by_tag = dict.fromkeys(tags, 0)
-        self.is_batched = policy is BatchScheduler and not any(extra)
-
-    def free(self):
-        """What Slots would say: each tag's live members fill its places in order, then any."""
-        free, elsewhere = dict(self.slots), 0
-        for tag in sorted(self.tags, key=lambda tag: len(self.places[tag])):
-            live = sum(len(g.running) for g in self.flying if g.tag == tag)
-            for place in self.places[tag]:
-                taken = min(live, free[place])
-                free[place], live = free[place] - taken, live - taken
-            elsewhere += live
-        for place in free:
-            taken = min(elsewhere, free[place])
-            free[place], elsewhere = free[place] - taken, elsewhere - taken
-        assert not elsewhere, "more live than there are slots"
-        return free
-
-    def view(self):
-        groups = tuple(
-            GroupView(
-                g.uid, "", g.tag, g.size, len(g.running) + len(g.scored), len(g.scored), (),
-                g.oldest(self.version), g.issued_s, extra=self.extra_members,
-            )
-            for g in self.flying
-        )  # fmt: skip
-        held = {}
-        for g in self.buffered + self.taken:
-            held[g.tag] = held.get(g.tag, 0) + 1
-        return View(
-            self.clock, self.version, self.step, self.need, self.free(), groups, len(self.buffered),
-            0, len(self.taken), held, self.places,
-        )  # fmt: skip
-
-    def decide(self, event):
-        self.clock += 1.0
-        share = self.need // len(self.tags)
-        held = {t: sum(g.tag == t for g in self.buffered + self.taken) for t in self.tags}
-        self.state, actions = self.policy.decide(self.state, self.view(), event)
-        for action in actions:
-            if isinstance(action, Drop):
-                group = next(g for g in self.flying if g.uid == action.group)
-                if action.reason == REDUNDANT:
-                    assert self.extra_groups and held[group.tag] and held[group.tag] % share == 0
-                else:
-                    assert self.version - group.oldest(self.version) > self.k
-                self.flying.remove(group)
-                self.num_dropped += 1
-                self.ends[action.reason] += 1
-            elif isinstance(action, Start):
-                assert action.members > 0
-                if action.group is None:
-                    seq = self.num_issued
-                    group = SimGroup(seq, action.tag, self.size, self.clock, seq)
-                    if self.is_batched and not self.num_dropped:
-                        assert all(g.seq // self.need == seq // self.need for g in self.flying)
-                    self.flying.append(group)
-                    self.num_issued += 1
-                    self.issued_by_tag[action.tag] += 1
-                else:
-                    group = next(g for g in self.flying if g.uid == action.group)
-                group.running += [None] * action.members
-                assert len(group.running) + len(group.scored) <= group.size + self.extra_members
-        extra = self.extra_groups // len(self.tags)
-        for tag in self.tags:
-            outstanding = held[tag] + sum(g.tag == tag for g in self.flying)
-            assert outstanding <= (1 + self.k) * share + extra
-            assert held[tag] <= (1 + self.k) * share
-        assert len(self.buffered) + len(self.taken) <= (1 + self.k) * self.need
-        assert not any(self.version - g.oldest(self.version) > self.k for g in self.flying)
-        if self.k == 0 and self.taken:
-            assert not any(g.running for g in self.flying)
-
-    # --- what can happen ---
-
-    def sample(self):
-        """A live member samples its first token, or ends: scored, or failed and missing again."""
-        group = self.rng.choice([g for g in self.flying if g.running])
-        i = self.rng.randrange(len(group.running))
-        if group.running[i] is None:
-            group.running[i] = self.version
-        elif not self.failures or self.rng.random() < 0.85:
-            group.scored.append(group.running.pop(i))
-            if len(group.scored) == group.size:
-                self.flying.remove(group)
-                self.buffered.append(group)
-        else:
-            group.running.pop(i)
-        self.decide(Tick())
-
-    def drop(self):
-        """A group is given up (a member failed too often)."""
-        self.flying.remove(self.rng.choice(self.flying))
-        self.num_dropped += 1
-        self.decide(Tick())
-
-    def can_take(self):
-        share = self.need // len(self.tags)
-        return not self.taken and all(
-            sum(g.tag == t for g in self.buffered) >= share for t in self.tags
-        )
-
-    def take(self):
-        for tag in self.tags:
-            mine = sorted(
-                (g for g in self.buffered if g.tag == tag), key=lambda g: g.oldest(self.version)
-            )
-            for group in mine[: self.need // len(self.tags)]:
-                assert (
-                    self.version - group.oldest(self.version) <= self.k
-                )  # the bound, at consumption
-                self.buffered.remove(group)
-                self.taken.append(group)
-        self.decide(Tick())
-
-    def publish(self):
-        self.version += 1 + (self.rng.random() < self.skips)
-        self.ends["consumed"] += len(self.taken)
-        self.taken = []
-        stale = [g for g in self.buffered if self.version - g.oldest(self.version) > self.k]
-        self.buffered = [g for g in self.buffered if g not in stale]
-        self.num_dropped += len(stale)
-        self.decide(Published(self.version))
-        self.step += 1
-        self.decide(NeedBatch(self.step))
-
-    def run(self, num_steps):
-        self.step = 1
-        self.decide(NeedBatch(1))
-        for _ in range(200_000):
-            if self.version >= num_steps:
-                return
-            choices = []
-            if any(g.running for g in self.flying):
-                choices += [self.sample] * 20
-            if self.failures and self.flying and self.rng.random() < 0.05:
-                choices.append(self.drop)
-            if self.taken:
-                choices += [self.publish] * 2
-            elif self.can_take():
-                choices += [self.take] * 4
-            assert choices, "starved: nothing runs, nothing can be taken"
-            self.rng.choice(choices)()
-            alive = len(self.flying) + len(self.buffered) + len(self.taken)
-            assert self.num_issued == self.ends["consumed"] + self.num_dropped + alive
-        raise AssertionError("no progress in 200,000 events")
+from rl_jax.types import Drop, GroupView, Start, Tick, View
+from tests.rollout.schedules import Risks, Simulation
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -221,25 +36,82 @@ def test_bound_accounting_and_progress_under_random_interleavings(seed):
     assert per_tag[0] >= 4 * sim.need // len(tags)  # every tag got its share of every batch
 
 
-@pytest.mark.slow(seconds=6)
+def play_short(seed, policy, is_adaptive=False):
+    """A short schedule, of 1 to 8 workers. Returns: what ended, and how."""
+    rng = random.Random(seed)
+    tags = ("a", "b")[: rng.choice([1, 1, 2])]
+    extra = (len(tags) * rng.choice([1, 2]), rng.choice([0, 1])) if seed % 2 else (0, 0)
+    staleness, need = rng.choice([0, 1, 1, 2]), len(tags) * rng.choice([1, 1, 2])
+    if is_adaptive:
+        staleness, need = 2 + staleness, len(tags)
+    is_rough = rng.random() < 0.5
+    risks = Risks(
+        failures=rng.random() < 0.5, skips=0.0 if any(extra) else 0.3, workers=0.03 * is_rough,
+        restarts=0.03 * (rng.random() < 0.5),
+    )  # fmt: skip
+    sim = Simulation(
+        seed, staleness, tags, need, rng.choice([1, 1, 2]),
+        {"": rng.choice([1, 2, 4, 12])}, policy=policy, extra=extra, risks=risks,
+        workers=(rng.randint(1, 8), rng.choice([1, 2, 12])), is_adaptive=is_adaptive,
+    )  # fmt: skip
+    sim.run(num_steps=3 if is_adaptive else 2)
+    return sim.ends
+
+
+ENDS = (
+    "stale", REDUNDANT, "consumed", "given up", "lost workers", "reread", "forget", "resume",
+)  # fmt: skip
+
+
+@pytest.mark.slow(seconds=10)
 @pytest.mark.parametrize("policy", [TrajectoryScheduler, BatchScheduler])
 def test_10_000_short_schedules(policy):
     """The staleness bound and the buffer's, for every policy: Simulation asserts at every event. Half of them with
-    redundancy."""
+    redundancy, half on workers that come and go, half with restarts."""
     ends = Counter()
     for seed in range(10_000):
-        rng = random.Random(seed)
-        tags = ("a", "b")[: rng.choice([1, 1, 2])]
-        extra = (len(tags) * rng.choice([1, 2]), rng.choice([0, 1])) if seed % 2 else (0, 0)
-        staleness, need = rng.choice([0, 1, 1, 2]), len(tags) * rng.choice([1, 1, 2])
-        sim = Simulation(
-            seed, staleness, tags, need, rng.choice([1, 1, 2]), {"": rng.choice([1, 2, 4, 12])},
-            policy=policy, extra=extra, failures=rng.random() < 0.5,
-            skips=0.0 if any(extra) else 0.3,
-        )  # fmt: skip
-        sim.run(num_steps=2)
-        ends.update(sim.ends)
-    assert min(ends[end] for end in ("stale", REDUNDANT, "consumed")) > 100, ends
+        ends.update(play_short(seed, policy))
+    assert min(ends[end] for end in ENDS) > 100, ends
+
+
+@pytest.mark.slow(seconds=10)
+def test_10_000_short_schedules_under_a_bound_that_adapts():
+    """As above, with the real Bound, and a SampleBuffer that must agree."""
+    ends = Counter()
+    for seed in range(10_000):
+        ends.update(play_short(seed, (TrajectoryScheduler, BatchScheduler)[seed % 4 == 3], True))
+    assert min(ends[end] for end in (*ENDS, "shrunk", "grown")) > 100, ends
+
+
+class CountingScheduler(TrajectoryScheduler):
+    """Counts in its state what it has issued, which a restart forgets."""
+
+    def init(self, cfg):
+        return cfg, 0
+
+    def decide(self, state, view, event):
+        rules, num_issued = state
+        waiting = num_issued - view.version * view.need_groups - len(view.groups)
+        view = replace(view, held={rules.tags[0]: waiting})
+        actions = super().decide(rules, view, event)[1]
+        started = sum(isinstance(a, Start) and a.group is None for a in actions)
+        return (rules, num_issued + started), actions
+
+
+@pytest.mark.parametrize("kind", ["forget", "resume"])
+def test_a_scheduler_that_counts_by_itself_is_found_out(kind):
+    def play(restarts):
+        for seed in range(50):
+            risks = Risks(failures=False, restarts=restarts)
+            sim = Simulation(
+                seed, 1, ("a",), 1, 1, {"": 8}, policy=CountingScheduler, risks=risks
+            )  # fmt: skip
+            sim.kinds = (kind,)
+            sim.run(4)
+
+    play(0.0)
+    with pytest.raises(AssertionError):
+        play(0.2)
 
 
 def view(**changes):

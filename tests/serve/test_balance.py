@@ -9,6 +9,7 @@ import pytest
 from rl_jax.serve.balance import Balance, Band, Seen
 
 BAND = Band(half_life=0.5, looks=3, rest=4, fade=8.0)  # an average of two looks weighs 15 : 1
+SETTLED = Balance(BAND, num_seen=BAND.rest)  # no rollout begins
 
 
 def played(balance, *seen):
@@ -22,29 +23,27 @@ def played(balance, *seen):
 
 def test_one_role_must_wait_longer_by_a_factor_and_for_some_looks():
     waits = (1.0, 0.4, 2, 2)
-    _, moves = played(Balance(BAND), *[waits] * 3)
+    _, moves = played(SETTLED, *[waits] * 3)
     assert moves == [None, None, "prefill"]
-    _, moves = played(Balance(BAND), *[(0.4, 1.0, 2, 2)] * 3)
+    _, moves = played(SETTLED, *[(0.4, 1.0, 2, 2)] * 3)
     assert moves == [None, None, "decode"]
     within = (1.0, 0.6, 2, 2)  # less than twice
-    assert played(Balance(BAND), *[within] * 9)[1] == [None] * 9
-    assert played(Balance(BAND), *[(0.09, 0.0, 2, 2)] * 9)[1] == [None] * 9  # noise
+    assert played(SETTLED, *[within] * 9)[1] == [None] * 9
+    assert played(SETTLED, *[(0.09, 0.0, 2, 2)] * 9)[1] == [None] * 9  # noise
     once = [waits, waits, within, within, waits, waits]
-    assert played(Balance(BAND), *once)[1] == [None] * 6
+    assert played(SETTLED, *once)[1] == [None] * 6
 
 
 def test_a_role_keeps_a_server_and_gets_one_where_it_has_none():
-    assert played(Balance(BAND), *[(9.0, 0.0, 3, 1)] * 9)[1] == [None] * 9
-    assert played(Balance(BAND), *[(0.0, 9.0, 1, 3)] * 9)[1] == [None] * 9
-    assert played(Balance(BAND), (0.0, 0.0, 0, 3))[1] == ["prefill"]
-    assert played(Balance(BAND), (0.0, 0.0, 2, 0))[1] == ["decode"]
-    assert (
-        played(Balance(BAND), *[(9.0, 9.0, *n) for n in ((0, 1), (1, 0), (0, 0))])[1] == [None] * 3
-    )
+    assert played(SETTLED, *[(9.0, 0.0, 3, 1)] * 9)[1] == [None] * 9
+    assert played(SETTLED, *[(0.0, 9.0, 1, 3)] * 9)[1] == [None] * 9
+    assert played(SETTLED, (0.0, 0.0, 0, 3))[1] == ["prefill"]
+    assert played(SETTLED, (0.0, 0.0, 2, 0))[1] == ["decode"]
+    assert played(SETTLED, *[(9.0, 9.0, *n) for n in ((0, 1), (1, 0), (0, 0))])[1] == [None] * 3
 
 
 def test_after_a_move_it_rests_and_a_wait_that_drains_moves_nobody():
-    balance, moves = played(Balance(BAND), *[(1.0, 0.0, 1, 5)] * 3)
+    balance, moves = played(SETTLED, *[(1.0, 0.0, 1, 5)] * 3)
     assert moves[-1] == "prefill"
     _, moves = played(balance, *[(1.0, 0.0, 2, 4)] * 4)
     assert moves == [None] * 3 + ["prefill"]  # rest=4
@@ -54,7 +53,7 @@ def test_after_a_move_it_rests_and_a_wait_that_drains_moves_nobody():
 
 
 def test_a_move_back_needs_more_than_what_was_left_and_that_fades():
-    balance, moves = played(Balance(BAND), *[(1.0, 0.0, 2, 2)] * 3)
+    balance, moves = played(SETTLED, *[(1.0, 0.0, 2, 2)] * 3)
     assert moves[-1] == "prefill" and balance.left == {2: pytest.approx(1.0, abs=0.02)}
     worse = [(0.0, 3.0, 3, 1)] * 6  # there three times as long is waited for slots
     assert "decode" in played(balance, *worse)[1]
@@ -64,6 +63,16 @@ def test_a_move_back_needs_more_than_what_was_left_and_that_fades():
     assert moves.index("decode") == 5
     further, moves = played(balance, *[(1.5, 0.0, 3, 2)] * 5)  # onwards nothing is remembered
     assert "prefill" in moves and 3 in further.left
+
+
+def test_what_waits_for_prefill_while_a_rollout_begins_moves_nobody():
+    burst = [(1.0, 0.0, 2, 2)] * 9
+    # rest=4 looks tell nothing; the three that a move needs were among them.
+    assert played(Balance(BAND), *burst)[1].index("prefill") == BAND.rest
+    assert played(SETTLED, *burst)[1].index("prefill") == BAND.looks - 1
+    # What waits to decode is no burst of the begin, and a role without a server gets one at once.
+    assert played(Balance(BAND), *[(0.0, 1.0, 2, 2)] * 9)[1].index("decode") == BAND.looks - 1
+    assert played(Balance(BAND), (0.0, 0.0, 0, 3))[1] == ["prefill"]
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -8,7 +8,8 @@ turns by itself. With rollout.env_stepping=batch beside it (turn_barrier.py) tur
 RollArt calls batch-level stepping and compares with.
 State: for each tag the number of complete groups, since version 0, at which the batch under way has its share. That
 number is read from the View as version * share + held: a restart finds the batch where it stood, but for what was in
-flight and is issued again.
+flight and is issued again. Where the state is lost and groups are in flight, their batch is taken to be the one that
+has begun: each of their tags, and each that has a part of its share, is completed to a whole share.
 Source: RollArt, arXiv:2512.22560 (its baseline).
 """
 
@@ -43,6 +44,9 @@ class BatchScheduler:
         admission = Admission(rules, view, kept)
         complete = {tag: view.version * share + admission.held[tag] for tag in rules.tags}
         goals = dict(zip(rules.tags, state.goals))
+        if share and not goals:
+            begun = {tag: complete[tag] + (admission.flying[tag] > 0) for tag in rules.tags}
+            goals = {tag: -(-num // share) * share for tag, num in begun.items() if kept}
 
         def is_done(tag: str) -> bool:
             return complete[tag] >= goals.get(tag, 0)
