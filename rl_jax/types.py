@@ -181,6 +181,16 @@ class Turn:
         return out
 
 
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens that one block sampled for a turn under way; all pieces of a turn in a row are its tokens."""
+
+    tokens: np.ndarray  # i32[n], n >= 1
+    logprobs: np.ndarray  # f32[n] as Turn.logprobs
+    sampled_logprobs: np.ndarray  # f32[n] under the distribution sampled from
+    version: int
+
+
 class TurnError(Exception):
     """A turn that could not be made. `kind`: deadline | queue_full | context | unsupported | nan | closed | engine."""
 
