@@ -21,7 +21,15 @@ from pydantic import Field
 from rl_jax.http.api import Api
 from rl_jax.http.errors import ApiError, bad
 from rl_jax.http.schemas import Body, Count, Name, check_body, read_json
-from rl_jax.http.transport import Gone, Receive, Scope, Send, read_body, send_json
+from rl_jax.http.transport import (
+    Gone,
+    Receive,
+    Scope,
+    Send,
+    check_head,
+    read_body,
+    send_json,
+)
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +94,7 @@ class Admin:
             await send_json(send, 200, said)
 
     async def _answer(self, scope: Scope, receive: Receive) -> Any:
+        check_head(scope, self._api.limits)
         headers, method, path = dict(scope["headers"]), scope["method"], scope["path"]
         given = headers.get(b"authorization", b"")
         if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):

@@ -41,6 +41,7 @@ from rl_jax.http.transport import (
     Receive,
     Scope,
     Send,
+    check_head,
     read_body,
     send_bytes,
     send_events,
@@ -140,6 +141,7 @@ class Api:
             await send(message)
 
         try:
+            check_head(scope, self.limits)
             await handler(self, scope, dict(scope["headers"]), receive, sent)
         except ApiError as error:
             self.metrics.rejects += error.status == 429

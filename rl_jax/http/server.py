@@ -9,6 +9,7 @@ head within HEAD_S is closed; one loop, so that no handler of one plane waits fo
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from rl_jax.http.transport import encoded
 HEAD_S = 15.0
 BACKLOG = 2048
 MAX_CONNECTIONS = 4096
+SEND_BYTES = (
+    64 << 10
+)  # of a connection that the kernel holds: what a slow reader costs, with as much of ours
 CLOSE_S = 2  # for connections to end once their answers are sent
 REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
 
@@ -40,6 +44,8 @@ class Protocol(H11Protocol):
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
             return
+        if (sock := transport.get_extra_info("socket")) is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         self._head_timer = asyncio.get_running_loop().call_later(HEAD_S, self._no_head)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -28,6 +28,14 @@ def encoded(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
+def check_head(scope: Scope, limits: HttpLimits) -> None:
+    """h11 bounds a head that comes in pieces; one that came at once is bounded here. Raises: ApiError 431."""
+    size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    size += sum(len(name) + len(value) for name, value in scope["headers"])
+    if size > limits.header_bytes:
+        raise ApiError(431, f"a head of more than {limits.header_bytes} bytes")
+
+
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limits: HttpLimits) -> bytes:
     """Raises: ApiError 400, 408 or 413; Gone."""
     too_large = ApiError(
