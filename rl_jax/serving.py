@@ -58,7 +58,9 @@ class Service:
             raise ConfigError(errors)
         hf.check_headers(settings.model.source, self.model)
         meshes = build_meshes(plan, present_devices(plan))
-        self.cluster = InProcCluster(plan, meshes, self.model, settings, renderer.template_sha256)
+        self.cluster = InProcCluster(
+            plan, meshes, self.model, settings, renderer.template_sha256, likely=limits.logprobs
+        )
         served = Served(
             name, renderer, settings.engine.context, vocab_size, settings.engine.num_stop_tokens,
             limits,

@@ -189,6 +189,8 @@ class NewTokens:
     logprobs: np.ndarray  # f32[n] as Turn.logprobs
     sampled_logprobs: np.ndarray  # f32[n] under the distribution sampled from
     version: int
+    # (i32[n, A], f32[n, A]) the likeliest tokens in each one's place, under the distribution that is trained
+    likely: tuple[np.ndarray, np.ndarray] | None = None
 
 
 class TurnError(Exception):
@@ -285,6 +287,9 @@ class BlockTokens:
     nan: Any  # bool[S]
     routes: Any = None
     support: Any = None  # i32[S, k, K] ids each token was sampled from, -1 padding; None = not kept
+    likely: Any = (
+        None  # (i32[S, k, A] ids, f32[S, k, A] log-probs), best first; None = not asked for
+    )
 
 
 class Engine(Protocol):

@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,7 @@ class Sampling:
     shows_stop: bool = False
     skips_special: bool = True
     processed: bool = False  # log-probs under top-p and top-k
+    num_likely: int = 0  # alternatives to tell of each token
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def of_chat(body: ChatBody, served: Served, session: str = "") -> Ask:
     forced_text, forced = _forced(body, offered, served)
     prompt = np.concatenate([rendered(messages, offered, served), forced])
     num = body.max_completion_tokens or body.max_tokens
-    sampling = _sampling(body, served, num, prompt)
+    sampling = _with_likely(_sampling(body, served, num, prompt), body.top_logprobs)
     # An empty tuple has nothing parsed: all is content.
     return _ask(body, (prompt,), sampling, served, session, tools=offered, forced=forced_text)
 
@@ -135,7 +136,7 @@ def of_completion(body: CompletionBody, served: Served, session: str = "") -> As
     prompts = prompts_of(body.prompt, served, "prompt")
     num = body.max_tokens or DEFAULT_COMPLETION_TOKENS
     sampling = _sampling(body, served, num, max(prompts, key=len))
-    return _ask(body, prompts, sampling, served, session)
+    return _ask(body, prompts, _with_likely(sampling, body.logprobs), served, session)
 
 
 def of_sglang(body: SglangBody, served: Served, session: str = "") -> Ask:
@@ -155,6 +156,7 @@ def of_sglang(body: SglangBody, served: Served, session: str = "") -> Ask:
         timeout_s=body.timeout_s,
     )  # fmt: skip
     sampling = _sampling(fields, served, params.max_new_tokens or 128, max(prompts, key=len))
+    sampling = _with_likely(sampling, body.top_logprobs_num)
     return _ask(fields, prompts, sampling, served, session)
 
 
@@ -172,7 +174,7 @@ def of_tokens(body: TokensBody, served: Served, session: str = "") -> Ask:
         timeout_s=body.timeout_s,
     )  # fmt: skip
     num = params.max_tokens or DEFAULT_COMPLETION_TOKENS
-    sampling = _sampling(fields, served, num, prompts[0])
+    sampling = _with_likely(_sampling(fields, served, num, prompts[0]), params.logprobs)
     return _ask(fields, prompts, sampling, served, session)
 
 
@@ -203,8 +205,6 @@ def check_model(name: str | None, served: Served) -> None:
 def check_alternatives(param: str, num: int | None, served: Served) -> None:
     if num is not None and num > served.limits.logprobs:
         raise bad(param, f"is {num}; at most {served.limits.logprobs}")
-    if num and num > 1:
-        raise unsupported(param, "only the chosen token's log-prob is kept; ask for 0 or 1")
 
 
 def prompts_of(given: Any, served: Served, param: str) -> tuple[np.ndarray, ...]:
@@ -377,6 +377,13 @@ def _sampling(
         skips_special=fields.skip_special_tokens is not False,
         processed=fields.logprobs_mode == "processed_logprobs",
     )
+
+
+def _with_likely(sampling: Sampling, num: int | None) -> Sampling:
+    """Raises: ApiError."""
+    if num and sampling.processed:
+        raise unsupported("logprobs_mode", "alternatives are told under scaled_logprobs only")
+    return replace(sampling, num_likely=num or 0)
 
 
 def _ask(

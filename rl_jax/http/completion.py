@@ -13,7 +13,7 @@ Must not: know an interface's bodies, or wait longer than the ask's deadline.
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,7 +39,11 @@ class StreamingSampler(Protocol):
     """A types.Sampler whose generate tells pieces: serve.Router or testing.FakeSampler."""
 
     async def generate(
-        self, request: TurnRequest, on_tokens: Callable[[NewTokens], None] | None = None
+        self,
+        request: TurnRequest,
+        on_tokens: Callable[[NewTokens], None] | None = None,
+        *,
+        likely: bool = False,
     ) -> Turn: ...
     def abort(self, uid: str, reason: str) -> None: ...
     def release(self, session: str) -> None: ...
@@ -55,6 +59,8 @@ class Delta:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     version: int
+    # of each token the likeliest in its place, best first: (token, log-prob); () where they were not asked for
+    likely: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,9 @@ class _Choice:
         request = self._request(turn_number or 0)
         self.sessions.running[self.uid] = self.ask.id
         try:
-            turn = await self.sampler.generate(request, self._piece)
+            turn = await self.sampler.generate(
+                request, self._piece, likely=self.ask.sampling.num_likely > 0
+            )
             self._end(turn)
         except TurnError as error:
             self.tell(of_turn(error))
@@ -207,9 +215,11 @@ class _Choice:
         if self.is_over:
             return
         logprobs = piece.sampled_logprobs if self.ask.sampling.processed else piece.logprobs
-        self._tell_tokens(piece.tokens, logprobs, piece.version)
+        self._tell_tokens(piece.tokens, logprobs, piece.version, piece.likely)
 
-    def _tell_tokens(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+    def _tell_tokens(
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, likely: Any = None
+    ) -> None:
         """A Delta of tokens of one version, up to a stop string."""
         shown, num, sampling = [], 0, self.ask.sampling
         for token in tokens.tolist():
@@ -229,7 +239,8 @@ class _Choice:
         else:
             self.versions.append([start, self.num_tokens, version])
         given = tuple(tokens[:num].tolist())
-        self.tell(Delta(self.number, "".join(shown), given, tuple(values.tolist()), version))
+        best = () if likely is None else tuple(_pairs(likely, num, sampling.num_likely))
+        self.tell(Delta(self.number, "".join(shown), given, tuple(values.tolist()), version, best))
         if self.is_over:
             self.sampler.abort(self.uid, "stop string")
 
@@ -264,3 +275,11 @@ class _Choice:
                 turn.server,
             )  # fmt: skip
         )
+
+
+def _pairs(likely: Any, num: int, most: int) -> Iterator[tuple[tuple[int, float], ...]]:
+    """Of the first num tokens the `most` likeliest."""
+    ids, logprobs = (x[:num, :most] for x in likely)
+    values = np.nan_to_num(logprobs.astype(float), nan=LOWEST, neginf=LOWEST)
+    for row in zip(ids.tolist(), values.tolist()):
+        yield tuple(zip(*row))

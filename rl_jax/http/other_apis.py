@@ -54,7 +54,8 @@ class SglangReply(Reply):
             rows = [[v, t, text(t)] for t, v in zip(choice.tokens, choice.logprobs)]
             meta["output_token_logprobs"] = rows
             if self.options.get("top"):
-                meta["output_top_logprobs"] = [[row] for row in rows]
+                best = choice.likely
+                meta["output_top_logprobs"] = [[[v, t, text(t)] for t, v in one] for one in best]
         return {
             "text": "".join(choice.content),
             "output_ids": list(choice.tokens),
@@ -70,9 +71,11 @@ class TokensReply(Reply):
         for i, choice in enumerate(self.choices):
             logprobs = None
             if self.options.get("logprobs"):
-                rows = zip(choice.tokens, choice.logprobs)
+                named = lambda t, v: {"token": f"token_id:{t}", "logprob": v}
+                rows = zip(choice.tokens, choice.logprobs, choice.likely)
                 told = [
-                    {"token": f"token_id:{t}", "logprob": v, "top_logprobs": []} for t, v in rows
+                    {**named(t, v), "top_logprobs": [named(*pair) for pair in best]}
+                    for t, v, best in rows
                 ]
                 logprobs = {"content": told}
             finish = self._finish(choice)

@@ -29,6 +29,7 @@ class Choice:
     content: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    likely: list[tuple[tuple[int, float], ...]] = field(default_factory=list)  # of each token
     num_chars: int = 0  # of text, for text_offset
     offsets: list[int] = field(default_factory=list)
     end: End | None = None
@@ -58,6 +59,7 @@ class Reply:
             choice.content.append(shown)
             choice.tokens += event.tokens
             choice.logprobs += event.logprobs
+            choice.likely += event.likely or [()] * len(event.tokens)
             choice.offsets += [choice.num_chars] * len(event.tokens)
             choice.num_chars += len(shown)
             self.num_tokens += len(event.tokens)
@@ -184,7 +186,14 @@ class Reply:
         """Of tokens from `start` on."""
         names = [self._token(token) for token in choice.tokens[start:]]
         values = choice.logprobs[start:]
-        top = [{n: v} for n, v in zip(names, values)] if self.options.get("top") else None
+        top = None
+        if self.options.get("top"):
+            # OpenAI's: the chosen one is among them, be it one more.
+            likely = choice.likely[start:]
+            top = [
+                {**{self._token(t): v for t, v in best}, name: value}
+                for name, value, best in zip(names, values, likely)
+            ]
         return {
             "tokens": names,
             "token_logprobs": values,
@@ -211,12 +220,16 @@ class ChatReply(Reply):
         return {"message": message}
 
     def _logprobs(self, choice: Choice, start: int) -> Json:
-        content = []
-        for token, value in zip(choice.tokens[start:], choice.logprobs[start:]):
-            name = self._token(token)
-            one: Json = {"token": name, "logprob": value, "bytes": list(name.encode("utf-8"))}
-            content.append({**one, "top_logprobs": [dict(one)] if self.options.get("top") else []})
+        rows = zip(choice.tokens[start:], choice.logprobs[start:], choice.likely[start:])
+        content = [
+            {**self._named(token, value), "top_logprobs": [self._named(*pair) for pair in best]}
+            for token, value, best in rows
+        ]
         return {"content": content, "refusal": None}
+
+    def _named(self, token: int, value: float) -> Json:
+        name = self._token(token)
+        return {"token": name, "logprob": value, "bytes": list(name.encode("utf-8"))}
 
 
 def call_body(call: ToolCall) -> Json:

@@ -237,6 +237,11 @@ class RequestTable:
         """The turn that generates in the slot. Its tokens are in `log` until it leaves."""
         return self._running.get(slot)
 
+    @property
+    def wants_likely(self) -> bool:
+        """Whether a turn that generates asks for the likeliest tokens."""
+        return any(self._running[slot].likely for slot in self._streamed)
+
     def last_admitted(self) -> ActiveTurn:
         """Whose turn it is to give way where pages run out."""
         return max((*self._running.values(), *self._filling), key=lambda turn: turn.order)
@@ -340,6 +345,7 @@ class RequestTable:
             order=(-request.priority, self._arrivals),
             job=command.job,
             on_tokens=command.on_tokens,
+            likely=command.likely,
         )
         self._arrivals += 1
         session.turn = turn
@@ -529,6 +535,7 @@ class RequestTable:
                 block.logprobs[slot, :n],
                 block.sampled_logprobs[slot, :n],
                 event.version,
+                None if block.likely is None else tuple(x[slot, :n] for x in block.likely),
             )
             self.counters["callback_errors"] += not answer(turn.on_tokens, piece)
 

@@ -76,6 +76,7 @@ class Flight:
     times_s: dict[str, float] = field(default_factory=dict)
     on_sent: Callable[[], None] | None = None  # once, when the decode server has the request
     on_tokens: Callable[[NewTokens], None] | None = None
+    likely: bool = False  # tell it the likeliest tokens too
     waits: asyncio.Future | None = (
         None  # for a prefix that is computed for another, or for an abort
     )
@@ -148,14 +149,19 @@ class Router:
         self._counters = dict.fromkeys(COUNTERS, 0)
 
     async def generate(
-        self, request: TurnRequest, on_tokens: Callable[[NewTokens], None] | None = None
+        self,
+        request: TurnRequest,
+        on_tokens: Callable[[NewTokens], None] | None = None,
+        *,
+        likely: bool = False,
     ) -> Turn:
         """One turn. on_tokens: told, on the loop, of its tokens as blocks make them; never by a server that cannot
-        stream (another process's), whose Turn alone has them. Raises: TurnError.
+        stream (another process's), whose Turn alone has them. likely: with the likeliest tokens in their places.
+        Raises: TurnError.
         """
         deadline = now_s() + request.deadline_s
         placed, moved = self._place(request)
-        flight = Flight(request, placed.server, on_tokens=on_tokens)
+        flight = Flight(request, placed.server, on_tokens=on_tokens, likely=likely)
         self._flights.setdefault(request.uid, []).append(flight)
         self._counters["turns"] += 1
         try:
@@ -368,7 +374,7 @@ class Router:
             if flight.on_tokens is None or not getattr(server, "streams", False):
                 server.submit(ask, prefix, answer)
             else:
-                server.submit(ask, prefix, answer, told)
+                server.submit(ask, prefix, answer, told, likely=flight.likely)
             flight.sent()
             if flight.aborted is not None:  # while its prefix was computed
                 server.abort(request.uid, flight.aborted)

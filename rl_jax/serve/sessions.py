@@ -107,6 +107,7 @@ class ActiveTurn:
     order: tuple[int, int]  # (-priority, arrival): who goes first
     job: PrefixJob | None = None  # its KV goes to another server, and nothing is generated
     on_tokens: OnTokens | None = None  # told of each block's tokens
+    likely: bool = False  # and of the likeliest in their places
     phase: Phase = Phase.WAITING
     waits_from_s: float = 0.0  # since when it is in the line, on the monotonic clock
     epoch: int = -1

@@ -75,9 +75,16 @@ class FakeSampler:
         self._oldest.pop(session, None)
 
     async def generate(
-        self, request: TurnRequest, on_tokens: Callable[[NewTokens], None] | None = None
+        self,
+        request: TurnRequest,
+        on_tokens: Callable[[NewTokens], None] | None = None,
+        *,
+        likely: bool = False,
     ) -> Turn:
-        """on_tokens: as Router's. Raises TurnError as `fail` says, or kind "context" if the context is full already."""
+        """on_tokens: as Router's, without the likeliest.
+
+        Raises TurnError as `fail` says, or kind "context" if the context is full already.
+        """
         self.requests.append(request)
         error = self.fail(request)
         if error is not None:

@@ -245,6 +245,7 @@ def test_control_tokens_are_hidden_unless_asked_for(scripted, scripted_client):
         ({"top_p": 0}, "top_p", None),
         ({"stop": ["x" * 300]}, "stop", None),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
+        ({"top_logprobs": 2}, "top_logprobs", None),
         ({"max_tokens": 10**9}, "max_tokens", "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, None, "context_length_exceeded"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
@@ -278,3 +279,20 @@ def test_neutral_values_of_unsupported_fields_are_taken(client):
 def test_an_unknown_model_is_404(client):
     with pytest.raises(openai.NotFoundError):
         chat(client, model="gpt-5")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_alternatives_of_each_token(client, world, stream):
+    """FakeEngine's: the sampled token, then those below it, each less likely by 1."""
+    reply = chat(client, logprobs=True, top_logprobs=3, stream=stream)
+    parts = [part.choices[0] for part in reply] if stream else [reply.choices[0]]
+    content = [one for part in parts if part.logprobs for one in part.logprobs.content]
+    assert len(content) == 12 or parts[-1].finish_reason == "stop"
+    for one in content:
+        assert [t.logprob for t in one.top_logprobs] == pytest.approx(
+            [one.logprob - i for i in range(3)]
+        )
+        assert one.top_logprobs[0].token == one.token
+    text = client.completions.create(model="tiny", prompt="ab", max_tokens=3, logprobs=2, seed=1)
+    assert all(1 <= len(top) <= 2 for top in text.choices[0].logprobs.top_logprobs)
+    assert chat(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
