@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 PYTEST := nice $(PY) -m pytest -q -n auto --maxprocesses=8 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := venv
-.PHONY: venv quickstart smollm2 test fast lint format
+.PHONY: venv quickstart smollm2 test fast fuzz lint format
 
 venv: $(STAMP)
 	@echo "ready: $(VENV); next: make quickstart, or make test"
@@ -41,6 +41,10 @@ test: $(STAMP)
 
 fast: $(STAMP)
 	$(PYTEST) -m "not slow and not accelerator"
+
+# 10,000 cases against the HTTP interface; the figures go to benchmarks/results.
+fuzz: $(STAMP)
+	$(PY) -m benchmarks.http_fuzz
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -92,6 +92,7 @@ ENVS: dict[str, str] = {
     "frozen_lake": "envs.frozen_lake:FrozenLake",
     "gymnasium": "envs.gymnasium:Gymnasium",
     "maze": "envs.maze:Maze",
+    "outside_agent": "envs.outside_agent:OutsideAgent",
     "reasoning_gym": "envs.reasoning_gym:ReasoningGym",
     "shell": "envs.shell:Shell",
     "sokoban": "envs.sokoban:Sokoban",

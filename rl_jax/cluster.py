@@ -181,9 +181,14 @@ class InProcCluster(Cluster):
         model: Model,
         settings: Settings,
         template_sha256: str = "",
+        *,
+        likely: int = 0,
     ):
+        """likely: as of build_server."""
         servers = [
-            build_server(server, meshes.servers[server.name], model, settings, template_sha256)
+            build_server(
+                server, meshes.servers[server.name], model, settings, template_sha256, likely=likely
+            )
             for server in plan.servers
         ]
         self._is_auto = is_balanced(settings)

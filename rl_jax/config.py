@@ -30,7 +30,7 @@ from rl_jax.console import say
 from rl_jax.model_source import with_source
 from rl_jax.overrides import Override, parse_overrides, resolve
 from rl_jax.resume import CONFIG, RunDirError, stored_config
-from rl_jax.settings import Settings
+from rl_jax.settings import MeshSettings, Settings
 from rl_jax.tokens import TOKENIZERS
 from rl_jax.validate import MODES, check, foreign_packages
 
@@ -155,6 +155,21 @@ def _with_source(settings: Settings, errors: list[str]) -> Settings:
         errors += str(error).splitlines()
     tokenizer = model.tokenizer or model.source or "byte"
     return replace(settings, model=replace(model, tokenizer=tokenizer))
+
+
+def load_mesh(spec: str) -> MeshSettings:
+    """The mesh of FILE.py[:arg], or of a name of mesh_configs. Raises ConfigError."""
+    errors: list[str] = []
+    config = _load(spec, ROOT / "mesh_configs", errors)
+    if config is None:
+        raise ConfigError(errors)
+    whole = default_config()
+    with whole.unlocked(), whole.ignore_type():
+        whole.mesh = config
+    settings = schema.build(Settings, resolve(whole, [], errors), "", errors)
+    if errors:
+        raise ConfigError(errors)
+    return settings.mesh
 
 
 def default_config() -> ConfigDict:

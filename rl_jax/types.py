@@ -181,6 +181,18 @@ class Turn:
         return out
 
 
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens that one block sampled for a turn under way; all pieces of a turn in a row are its tokens."""
+
+    tokens: np.ndarray  # i32[n], n >= 1
+    logprobs: np.ndarray  # f32[n] as Turn.logprobs
+    sampled_logprobs: np.ndarray  # f32[n] under the distribution sampled from
+    version: int
+    # (i32[n, A], f32[n, A]) the likeliest tokens in each one's place, under the distribution that is trained
+    likely: tuple[np.ndarray, np.ndarray] | None = None
+
+
 class TurnError(Exception):
     """A turn that could not be made. `kind`: deadline | queue_full | context | unsupported | nan | closed | engine."""
 
@@ -275,6 +287,9 @@ class BlockTokens:
     nan: Any  # bool[S]
     routes: Any = None
     support: Any = None  # i32[S, k, K] ids each token was sampled from, -1 padding; None = not kept
+    likely: Any = (
+        None  # (i32[S, k, A] ids, f32[S, k, A] log-probs), best first; None = not asked for
+    )
 
 
 class Engine(Protocol):

@@ -29,6 +29,7 @@ ROWS = {
     "cluster": 5,
     "testing": 5,
     "weights": 4,
+    "http": 4,
     "remote": 4,
     "checkpoint": 4,
     "simulate": 4,
@@ -87,6 +88,7 @@ PART = {
     "warm_start": "driver",
     "names": "config",
     "job": "launch",
+    "serving": "launch",
     "learning": "launch",
     "learner_process": "launch",
     "exit_codes": "launch",
@@ -119,7 +121,10 @@ ONLY_IN = {
     "rich": {"rl_jax/live_view.py"},
     "jsonschema": {"rl_jax/rewards/json_schema.py"},
     "math_verify": {"rl_jax/rewards/math_answer.py"},
-    "uvicorn": {"rl_jax/tools/reward_server.py"},
+    "uvicorn": {"rl_jax/tools/reward_server.py", "rl_jax/http/server.py"},
+    "fastapi": {"rl_jax/http/app.py"},
+    "starlette": {"rl_jax/http/app.py"},
+    "pydantic": {"rl_jax/http/schemas.py", "rl_jax/http/admin.py"},
     "psutil": {"rl_jax/rollout", "rl_jax/cluster.py", "rl_jax/run_dir.py"},
 }
 
@@ -138,7 +143,7 @@ NO_JAX = (
     "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",
     "rl_jax/models/hf_config.py", "rl_jax/models/hf_keys.py", "rl_jax/tools/convert.py",
     "rl_jax/tools/fetch_smollm2.py", "rl_jax/tools/check_env.py", "rl_jax/tools/env_checks.py",
-    "rl_jax/tools/reward_server.py",
+    "rl_jax/tools/reward_server.py", "rl_jax/tools/serve.py", "rl_jax/http",
     "envs", "mesh_configs",
 )  # fmt: skip
 
@@ -457,7 +462,7 @@ def test_no_file_holds(what):
 
 def test_wall_clock_is_for_people_only():
     """Deadlines and durations use the monotonic clock; these write a time for a person to read."""
-    allowed = {"rl_jax/metrics.py", "rl_jax/run_dir.py"}
+    allowed = {"rl_jax/metrics.py", "rl_jax/run_dir.py", "rl_jax/http/api.py"}
     bad = {
         name_of(p)
         for p in sources()
@@ -565,6 +570,8 @@ DISTRIBUTION = {"ml_collections": "ml-collections", "absl": "absl-py", "reasonin
 # Imported by one file each, and told where they are missing.
 EXTRAS = {"jetstream": "google-jetstream", "ray": "ray", "rich": "rich", "jsonschema": "jsonschema",
           "math_verify": "math-verify", "textarena": "textarena", "uvicorn": "uvicorn"}  # fmt: skip
+# Extras of several packages.
+TOGETHER = {"serve": ("fastapi", "pydantic", "starlette", "uvicorn")}
 
 
 def test_dependencies_are_what_is_imported():
@@ -573,6 +580,10 @@ def test_dependencies_are_what_is_imported():
     for module, package in EXTRAS.items():
         (asked,) = project["optional-dependencies"][module]
         assert re.split(r"[<>=\[ ]", asked)[0] == package
+    for extra, packages in TOGETHER.items():
+        asked = project["optional-dependencies"][extra]
+        assert tuple(re.split(r"[<>=\[ ]", one)[0] for one in asked) == packages
     imported = {module.split(".")[0] for path in sources() for module, _ in imports(path)}
+    extras = {*EXTRAS, *(package for packages in TOGETHER.values() for package in packages)}
     third_party = {m for m in imported if m not in sys.stdlib_module_names and m not in PACKAGES}
-    assert {DISTRIBUTION.get(m, m) for m in third_party - set(EXTRAS)} == declared
+    assert {DISTRIBUTION.get(m, m) for m in third_party - extras} == declared

@@ -77,11 +77,14 @@ class JaxEngine:
         name: str,
         *,
         support: int = 0,
+        likely: int = 0,
     ):
         """rules_serve: (logical axis, mesh axes) pairs of the server. support: ids that a block
-        returns of what each token was sampled from. Allocates nothing; compiles at the first calls.
+        returns of what each token was sampled from. likely: tokens that `generate` can tell of each
+        place. Allocates nothing; compiles at the first calls.
         """
         self.model, self.mesh, self.settings, self.name = model, mesh, settings, name
+        self._num_likely = likely
         s = model.settings
         self.dtype = jnp.dtype(s.dtype)
         self.spec = kv_spec(s, settings)
@@ -179,18 +182,25 @@ class JaxEngine:
         return replace(state, slots=self._arm(state.slots, rows, values))
 
     def generate(
-        self, params: Mapping[str, jax.Array], state: DecodeState, tables: np.ndarray
+        self,
+        params: Mapping[str, jax.Array],
+        state: DecodeState,
+        tables: np.ndarray,
+        *,
+        likely: bool = False,
     ) -> tuple[DecodeState, BlockTokens]:
         """One block of steps_per_block steps; the copy of its tokens to the host is already under
         way. tables: i32[slots, N] pages of each active slot, those that the block writes to included.
+        likely: tell the likeliest tokens, by another program.
         """
         used = int(np.max(np.nonzero((tables != NO_PAGE).any(axis=0))[0], initial=-1)) + 1
         width = next(bucket for bucket in self.step_buckets if bucket >= used)
-        state, made = self._generate(params, state, np.ascontiguousarray(tables[:, :width]))
+        program = self._generate_likely if likely else self._generate
+        state, made = program(params, state, np.ascontiguousarray(tables[:, :width]))
         for array in jax.tree.leaves(made):
             array.copy_to_host_async()
-        *block, support = made
-        return state, BlockTokens(*block, support=support)
+        *block, support, told = made
+        return state, BlockTokens(*block, support=support, likely=told)
 
     def free(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
         """Stop the slots i32[R]; no page is written for them any more."""
@@ -267,6 +277,10 @@ class JaxEngine:
                 state, made = self._generate(params, state, tables)
                 jax.block_until_ready(made)
                 yield f"generate within {bucket} pages"
+                if self._num_likely:
+                    state, made = self._generate_likely(params, state, tables)
+                    jax.block_until_ready(made)
+                    yield f"generate within {bucket} pages, with the likeliest tokens"
         jax.block_until_ready(state.kv)
 
     def lower(self, *, decode: bool = True) -> Iterator[Program]:
@@ -310,6 +324,11 @@ class JaxEngine:
         )
         self._generate = jit(
             partial(programs.generate, model, step=self.step),
+            donate_argnums=1,
+            out_shardings=(state_out, small),
+        )
+        self._generate_likely = jit(
+            partial(programs.generate, model, step=replace(self.step, likely=self._num_likely)),
             donate_argnums=1,
             out_shardings=(state_out, small),
         )

@@ -32,7 +32,7 @@ from rl_jax.engine.attention import (
     read_pages,
     visible_positions,
 )
-from rl_jax.engine.sampling import sample, sample_tiled
+from rl_jax.engine.sampling import likeliest, sample, sample_tiled
 from rl_jax.engine.state import FINISH_CODES, Cache, DecodeState, SlotState
 from rl_jax.models.attention import FusedAttend
 from rl_jax.models.attention import attention as attend_tiles
@@ -149,6 +149,7 @@ class Step:
     count: int  # steps of one dispatch
     context: int  # most tokens of a slot
     support: int = 0  # ids that come back of what each token was sampled from
+    likely: int = 0  # tokens that come back of those likeliest in each one's place
 
 
 def generate(
@@ -162,7 +163,8 @@ def generate(
     """`step.count` decode steps of all active slots, whose pages, also of what they will write, are tables i32[S, N].
 
     Returns: the new state and (tokens i32[S, k], logprobs f32[S, k], sampled_logprobs f32[S, k],
-    valid bool[S, k], finish i8[S], slot_epoch i32[S], nan bool[S], support i32[S, k, K] or None).
+    valid bool[S, k], finish i8[S], slot_epoch i32[S], nan bool[S], support i32[S, k, K] or None,
+    likely (i32[S, k, A], f32[S, k, A]) or None).
     """
     S = state.slots.active.shape[0]
     carry = (state.kv, state.slots, jnp.zeros(S, jnp.int8), jnp.zeros(S, bool))
@@ -178,12 +180,14 @@ def generate(
         out = draw(logits, *numbers)
         slots, ended, valid = advance(slots, out.tokens, out.nan, context=step.context)
         nan |= s.active & out.nan
-        return (kv, slots, jnp.maximum(finish, ended), nan), (*out[:3], valid, out.support)
+        likely = likeliest(logits, s.temperature, step.likely) if step.likely else None
+        made = (*out[:3], valid, out.support, likely)
+        return (kv, slots, jnp.maximum(finish, ended), nan), made
 
     (kv, slots, finish, nan), made = jax.lax.scan(one, carry, None, length=step.count)
     made = jax.tree.map(lambda x: x.swapaxes(0, 1), made)  # [k, S] -> [S, k]
-    *per_token, ids = made
-    block = (*per_token, finish, state.slots.epoch, nan, ids)
+    *per_token, ids, likely = made
+    block = (*per_token, finish, state.slots.epoch, nan, ids, likely)
     return DecodeState(kv, slots), block
 
 

@@ -69,6 +69,18 @@ def sample(
     )
 
 
+def likeliest(
+    logits: Float[Array, "S V"], temperature: Float[Array, " S"], num: int
+) -> tuple[jax.Array, jax.Array]:
+    """(i32[S, num] ids, f32[S, num] log-probs) of the largest logits, the largest first, as `logprobs` has them."""
+    logits = logits.astype(jnp.float32)
+    divisor = jnp.where(temperature <= 0, 1.0, temperature)[:, None]
+    values, ids = jax.lax.top_k(logits, num)
+    top = values[:, :1]
+    total = jnp.exp((logits - top) / divisor).sum(axis=-1, keepdims=True)
+    return ids, (values - top) / divisor - jnp.log(total)
+
+
 def _largest(filtered: jax.Array, num: int) -> jax.Array:
     values, ids = jax.lax.top_k(filtered, min(num, filtered.shape[-1]))
     ids = jnp.where(values > -jnp.inf, ids, -1)

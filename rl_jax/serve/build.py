@@ -15,15 +15,24 @@ from rl_jax.types import MAX_SUPPORT
 
 
 def build_server(
-    server: ServerPlan, mesh: Any, model: Model, settings: Settings, template_sha256: str
+    server: ServerPlan,
+    mesh: Any,
+    model: Model,
+    settings: Settings,
+    template_sha256: str,
+    *,
+    likely: int = 0,
 ) -> PrefillServer | DecodeServer:
     """mesh: jax.sharding.Mesh with the server's axes. template_sha256: of the Renderer whose tokens it will get.
+    likely: tokens that can be asked for in each sampled one's place.
 
     Allocates and compiles nothing.
     """
     top_k = settings.rollout.top_k
     support = top_k if top_k <= MAX_SUPPORT else 0  # more is sampled by --mode=eval only
-    engine = JaxEngine(model, mesh, server.rules, settings.engine, server.name, support=support)
+    engine = JaxEngine(
+        model, mesh, server.rules, settings.engine, server.name, support=support, likely=likely
+    )
     prefills = server.kind == "prefill" and settings.serve.pd_balance != "auto"
     kind = PrefillServer if prefills else DecodeServer
     return kind(

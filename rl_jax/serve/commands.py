@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
+from rl_jax.types import NewTokens, Prefix, Turn, TurnError, TurnRequest
 
 OnDone = Callable[[Turn | TurnError], None]
+OnTokens = Callable[[NewTokens], None]
 OnPrefix = Callable[[Prefix | TurnError, Mapping[str, float]], None]  # result, times_s
 
 
@@ -72,6 +73,8 @@ class Add:
     job: "PrefixJob | None" = (
         None  # nothing is generated: the KV of the context[:-1] goes to another server
     )
+    on_tokens: OnTokens | None = None  # told of each block's tokens
+    likely: bool = False  # and of the likeliest in their places
 
 
 @dataclass(eq=False)

@@ -33,7 +33,16 @@ from rl_jax.clock import now_s
 from rl_jax.engine.chunks import pack
 from rl_jax.engine.state import FINISH_REASONS, RUNNING
 from rl_jax.serve import commands
-from rl_jax.serve.commands import Add, Command, Commit, Drain, OnDone, OnPrefix, PrefixJob
+from rl_jax.serve.commands import (
+    Add,
+    Command,
+    Commit,
+    Drain,
+    OnDone,
+    OnPrefix,
+    OnTokens,
+    PrefixJob,
+)
 from rl_jax.serve.events import Event, EventStream, Finished, Parked, Started, Swapped, Tokens
 from rl_jax.serve.handover import batches, first_missing, send
 from rl_jax.serve.loop import Loop, Progress, answer
@@ -52,6 +61,7 @@ class DecodeServer:
     """Implements SyncTarget. All public methods may be called from any thread."""
 
     kind = "decode"
+    streams = True  # submit takes on_tokens
 
     def __init__(
         self,
@@ -122,13 +132,23 @@ class DecodeServer:
 
     # --- requests ---------------------------------------------------------------------------
 
-    def submit(self, request: TurnRequest, prefix: Prefix | None, on_done: OnDone) -> None:
+    def submit(
+        self,
+        request: TurnRequest,
+        prefix: Prefix | None,
+        on_done: OnDone,
+        on_tokens: OnTokens | None = None,
+        *,
+        likely: bool = False,
+    ) -> None:
         """Ask for one Turn. prefix: KV of context[:-1], or of the end of it, on this server's mesh, or None.
+        on_tokens: told, on the server's thread and before on_done, of each block's tokens. likely: and of the likeliest
+        in their places.
 
         on_done gets the Turn or a TurnError exactly once, on the server's thread (on the caller's
         if the server is closed or fenced); it must return at once.
         """
-        add = Add(request, prefix, on_done, now_s())
+        add = Add(request, prefix, on_done, now_s(), on_tokens=on_tokens, likely=likely)
         if self._loop.fenced is None:
             self._loop.put(add)
         else:
@@ -416,7 +436,8 @@ class DecodeServer:
         start = now_s()
         is_running = self._table.log.is_running[:, None]
         tables = np.where(is_running, self._paging.tables, np.int32(NO_PAGE))
-        self._state, block = self.engine.generate(self._params, self._state, tables)
+        asked = {"likely": True} if self._table.wants_likely else {}
+        self._state, block = self.engine.generate(self._params, self._state, tables, **asked)
         block = fetched(block)
         end = now_s()
         self._append_rate.block(start, end)
@@ -531,5 +552,8 @@ class DecodeServer:
 
 def fetched(block: BlockTokens) -> BlockTokens:
     """The block's arrays on the host; waits for the device."""
-    host = {name: None if a is None else np.asarray(a) for name, a in vars(block).items()}
+    whole = {**vars(block), "likely": None}
+    host: dict[str, Any] = {n: None if a is None else np.asarray(a) for n, a in whole.items()}
+    if block.likely is not None:
+        host["likely"] = tuple(map(np.asarray, block.likely))
     return BlockTokens(**host)

@@ -34,7 +34,7 @@ from rl_jax.serve.paging import Found, Paging, chain
 from rl_jax.serve.sessions import ActiveTurn, Phase, Session
 from rl_jax.serve.transfer import tokens_sha
 from rl_jax.settings import EngineSettings, ServeSettings
-from rl_jax.types import FinishReason, SlotSampling, Turn, TurnError
+from rl_jax.types import FinishReason, NewTokens, SlotSampling, Turn, TurnError
 
 COUNTERS = (
     "requests", "finished", "failed", "refused", "deadlines",
@@ -75,6 +75,7 @@ class RequestTable:
         self._filling: list[ActiveTurn] = []
         self._ready: list[ActiveTurn] = []
         self._running: dict[int, ActiveTurn] = {}  # by slot
+        self._streamed: set[int] = set()  # of these, slots whose turns are told of each block
         self._free_slots = list(range(engine.slots - 1, -1, -1))
         self._filled_now: Counter[int] = (
             Counter()
@@ -236,6 +237,11 @@ class RequestTable:
         """The turn that generates in the slot. Its tokens are in `log` until it leaves."""
         return self._running.get(slot)
 
+    @property
+    def wants_likely(self) -> bool:
+        """Whether a turn that generates asks for the likeliest tokens."""
+        return any(self._running[slot].likely for slot in self._streamed)
+
     def last_admitted(self) -> ActiveTurn:
         """Whose turn it is to give way where pages run out."""
         return max((*self._running.values(), *self._filling), key=lambda turn: turn.order)
@@ -338,6 +344,8 @@ class RequestTable:
             prompt_tokens=added.copy(),
             order=(-request.priority, self._arrivals),
             job=command.job,
+            on_tokens=command.on_tokens,
+            likely=command.likely,
         )
         self._arrivals += 1
         session.turn = turn
@@ -475,6 +483,7 @@ class RequestTable:
             self._ready.remove(turn)
         elif session.slot is not None:
             del self._running[session.slot]
+            self._streamed.discard(session.slot)
             for made in self.log.stop(session.slot, is_filtered=turn.is_filtered):
                 turn.add(made)
         if session.slot is None:
@@ -499,6 +508,8 @@ class RequestTable:
         turn.phase, turn.epoch, turn.prefix = Phase.RUNNING, event.epoch, None
         turn.armed_s = turn.armed_s or self.now_s
         self._running[event.slot] = turn
+        if turn.on_tokens is not None:
+            self._streamed.add(event.slot)
         self.log.start(event.slot, event.epoch, turn.session.num_tokens)
         if had_prefix:
             self._share(turn.session)
@@ -506,8 +517,27 @@ class RequestTable:
 
     def _tokens(self, event: Tokens) -> None:
         num, stale = self.log.add(event, self.now_s)
+        for slot in self._streamed:
+            self._tell(self._running[slot], event)
         self.counters["decode_tokens"] += num
         self.counters["stale_tokens"] += stale
+
+    def _tell(self, turn: ActiveTurn, event: Tokens) -> None:
+        """The turn's tokens of a block, to whoever follows it."""
+        assert (
+            turn.on_tokens is not None and turn.session.slot is not None and event.block is not None
+        )
+        slot, block = turn.session.slot, event.block
+        n = int(event.counts[slot]) if event.epochs[slot] == turn.epoch else 0
+        if n:
+            piece = NewTokens(
+                block.tokens[slot, :n],
+                block.logprobs[slot, :n],
+                block.sampled_logprobs[slot, :n],
+                event.version,
+                None if block.likely is None else tuple(x[slot, :n] for x in block.likely),
+            )
+            self.counters["callback_errors"] += not answer(turn.on_tokens, piece)
 
     def _finished(self, event: Finished) -> None:
         turn = self.turns.pop(event.key)

@@ -44,7 +44,7 @@ from rl_jax.serve.liveness import Liveness, interval_s
 from rl_jax.serve.prefill_choice import Context, Costs, PrefillLine, appends, choose_line
 from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.serve.roles import Roles
-from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
+from rl_jax.types import NewTokens, Prefix, Turn, TurnError, TurnRequest
 from rl_jax.waits import Wait
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class Flight:
     aborted: str | None = None
     times_s: dict[str, float] = field(default_factory=dict)
     on_sent: Callable[[], None] | None = None  # once, when the decode server has the request
+    on_tokens: Callable[[NewTokens], None] | None = None
+    likely: bool = False  # tell it the likeliest tokens too
     waits: asyncio.Future | None = (
         None  # for a prefix that is computed for another, or for an abort
     )
@@ -146,11 +148,20 @@ class Router:
         self._looks_in: asyncio.AbstractEventLoop | None = None  # where the next look will be
         self._counters = dict.fromkeys(COUNTERS, 0)
 
-    async def generate(self, request: TurnRequest) -> Turn:
-        """One turn. Raises: TurnError."""
+    async def generate(
+        self,
+        request: TurnRequest,
+        on_tokens: Callable[[NewTokens], None] | None = None,
+        *,
+        likely: bool = False,
+    ) -> Turn:
+        """One turn. on_tokens: told, on the loop, of its tokens as blocks make them; never by a server that cannot
+        stream (another process's), whose Turn alone has them. likely: with the likeliest tokens in their places.
+        Raises: TurnError.
+        """
         deadline = now_s() + request.deadline_s
         placed, moved = self._place(request)
-        flight = Flight(request, placed.server)
+        flight = Flight(request, placed.server, on_tokens=on_tokens, likely=likely)
         self._flights.setdefault(request.uid, []).append(flight)
         self._counters["turns"] += 1
         try:
@@ -353,9 +364,17 @@ class Router:
     async def _decode_turn(self, flight: Flight, prefix: Prefix | None, deadline: float) -> Turn:
         request, server = flight.request, flight.decode
         ask = replace(request, deadline_s=max(0.0, deadline - now_s()))
+        loop = asyncio.get_running_loop()
+
+        def told(piece: NewTokens) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(flight.on_tokens, piece)
 
         def send(answer: Callable[[Any], None]) -> None:
-            server.submit(ask, prefix, answer)
+            if flight.on_tokens is None or not getattr(server, "streams", False):
+                server.submit(ask, prefix, answer)
+            else:
+                server.submit(ask, prefix, answer, told, likely=flight.likely)
             flight.sent()
             if flight.aborted is not None:  # while its prefix was computed
                 server.abort(request.uid, flight.aborted)

@@ -16,7 +16,7 @@ import numpy as np
 
 from rl_jax.engine.prefix_tree import Origin
 from rl_jax.serve.block_log import Made
-from rl_jax.serve.commands import OnDone, PrefixJob
+from rl_jax.serve.commands import OnDone, OnTokens, PrefixJob
 from rl_jax.types import FinishReason, Prefix, Turn, TurnRequest, VersionSpan
 
 
@@ -106,6 +106,8 @@ class ActiveTurn:
     prompt_tokens: np.ndarray  # i32[P] added since the last turn
     order: tuple[int, int]  # (-priority, arrival): who goes first
     job: PrefixJob | None = None  # its KV goes to another server, and nothing is generated
+    on_tokens: OnTokens | None = None  # told of each block's tokens
+    likely: bool = False  # and of the likeliest in their places
     phase: Phase = Phase.WAITING
     waits_from_s: float = 0.0  # since when it is in the line, on the monotonic clock
     epoch: int = -1

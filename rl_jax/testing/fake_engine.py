@@ -25,6 +25,7 @@ from rl_jax.settings import EngineSettings
 from rl_jax.types import BlockTokens, FinishReason, PrefillChunk, SlotSampling
 
 BALLAST_RULES = {"rows": "tensor"}
+NUM_LIKELY = 20  # tokens that `likely` tells
 NAN_OFFSET = -1  # a weight under which every logit is NaN
 
 
@@ -121,8 +122,14 @@ class FakeEngine:
         return state
 
     def generate(
-        self, params: Mapping[str, jax.Array], state: FakeState, tables: np.ndarray
+        self,
+        params: Mapping[str, jax.Array],
+        state: FakeState,
+        tables: np.ndarray,
+        *,
+        likely: bool = False,
     ) -> tuple[FakeState, BlockTokens]:
+        """likely: the sampled token, then those before it, each less likely by 1."""
         self.before_block(self)
         state = self._donate(state)
         self.num_blocks += 1
@@ -147,6 +154,10 @@ class FakeEngine:
                     block.finish[slot] = FINISH_CODES[finish]
                     del state.slots[slot]
                     break
+        if likely:
+            ids = (block.tokens[..., None] - np.arange(NUM_LIKELY)) % self.vocab_size
+            logprobs = block.logprobs[..., None] - np.arange(NUM_LIKELY)
+            block = replace(block, likely=(ids.astype(np.int32), logprobs.astype(np.float32)))
         return state, block
 
     def extract(self, state: FakeState, pages: np.ndarray) -> tuple:

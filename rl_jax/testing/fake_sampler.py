@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rl_jax.types import FinishReason, Turn, TurnError, TurnRequest, VersionSpan
+from rl_jax.types import FinishReason, NewTokens, Turn, TurnError, TurnRequest, VersionSpan
 
 
 @dataclass
@@ -74,8 +74,17 @@ class FakeSampler:
         self._context_end.pop(session, None)
         self._oldest.pop(session, None)
 
-    async def generate(self, request: TurnRequest) -> Turn:
-        """Raises TurnError as `fail` says, or kind "context" if the context is full already."""
+    async def generate(
+        self,
+        request: TurnRequest,
+        on_tokens: Callable[[NewTokens], None] | None = None,
+        *,
+        likely: bool = False,
+    ) -> Turn:
+        """on_tokens: as Router's, without the likeliest.
+
+        Raises TurnError as `fail` says, or kind "context" if the context is full already.
+        """
         self.requests.append(request)
         error = self.fail(request)
         if error is not None:
@@ -89,7 +98,7 @@ class FakeSampler:
         self.peak_live = max(self.peak_live, len(self._context_end))
         abort = self._running[request.uid] = [False]
         try:
-            tokens, versions, mixed, finish = await self._sample(request, room, abort)
+            tokens, versions, mixed, finish = await self._sample(request, room, abort, on_tokens)
         finally:
             self._running.pop(request.uid, None)
         if request.session in self._context_end:  # not released meanwhile
@@ -108,7 +117,7 @@ class FakeSampler:
             times_s=dict.fromkeys(("queue", "prefill", "transfer", "decode", "first_token"), 0.0),
         )
 
-    async def _sample(self, request: TurnRequest, room: int, abort: list[bool]):
+    async def _sample(self, request: TurnRequest, room: int, abort: list[bool], on_tokens):
         whole = self.tokens_of(request)[request.token_index :]
         tokens: list[int] = []
         versions: list[int] = []
@@ -120,6 +129,7 @@ class FakeSampler:
                 finish = FinishReason.ABORT
                 break
             self.on_block(request, len(tokens))
+            num_before = len(tokens)
             for _ in range(self.block):
                 token = int(whole[len(tokens)])
                 tokens.append(token)
@@ -134,6 +144,10 @@ class FakeSampler:
                     finish = FinishReason.LENGTH
                 if finish is not None:
                     break
+            if on_tokens is not None:
+                new = np.array(tokens[num_before:], np.int32)
+                logprobs = np.full(len(new), -np.log(len(self.alphabet)), np.float32)
+                on_tokens(NewTokens(new, logprobs, logprobs, versions[-1]))
         return tokens, versions, mixed, finish
 
     def tokens_of(self, request: TurnRequest) -> np.ndarray:

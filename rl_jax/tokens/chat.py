@@ -33,14 +33,14 @@ class ChatRenderer:
     def __init__(self, tokenizer: RoleTokenizer, parser: ToolParser | None = None):
         """parser: None = Hermes."""
         self.tokenizer: Any = tokenizer
-        self._parser: ToolParser = Hermes() if parser is None else parser
+        self.parser: ToolParser = Hermes() if parser is None else parser
         self.stop_token_ids = tokenizer.stop_token_ids
-        self.template_sha256 = sha256_of("chat", tokenizer, self._parser.name)
+        self.template_sha256 = sha256_of("chat", tokenizer, self.parser.name)
 
     def first(self, messages: Sequence[Message], tools: Tools = ()) -> np.ndarray:
         """See Renderer."""
         check_first(messages)
-        return self._array([self.tokenizer.bos], with_tools(messages, tools, self._parser))
+        return self._array([self.tokenizer.bos], with_tools(messages, tools, self.parser))
 
     def next(
         self, messages: Sequence[Message], *, closed: bool, calls: Sequence[ToolCall] = ()
@@ -74,12 +74,12 @@ class ChatRenderer:
 
     def parse(self, tokens: np.ndarray, tools: Tools = ()) -> Action:
         """See Renderer."""
-        return read_action(self._parser, self.text(tokens), tools)
+        return read_action(self.parser, self.text(tokens), tools)
 
     def _words(self, message: Message) -> str:
         if not message.tool_calls:
             return message.content
-        return self._parser.write(message.tool_calls, message.content)
+        return self.parser.write(message.tool_calls, message.content)
 
     def _array(self, head: list[int], messages: Sequence[Message]) -> np.ndarray:
         tokenizer, out = self.tokenizer, head

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rl_jax.tokens.tokenizer import Tokenizer
+from rl_jax.tokens.tool_calls import ToolParser
 from rl_jax.types import Action, Message, ToolCall
 
 RENDERER_VERSION = 2  # raise it whenever the same conversation gets other tokens
@@ -20,6 +21,9 @@ class Renderer(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def parser(self) -> ToolParser: ...
 
     template_sha256: (
         str  # equal only where every conversation gets the same tokens, and they are read alike

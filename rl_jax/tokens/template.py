@@ -66,7 +66,7 @@ class TemplateRenderer:
 
     def __init__(self, tokenizer: HfTokenizer, template: str, parser: ToolParser):
         """Raises ValueError, one line, for a template that cannot be rendered, or that changes content."""
-        self.tokenizer, self._parser, self._template = tokenizer, parser, template
+        self.tokenizer, self.parser, self._template = tokenizer, parser, template
         self._where = f"the chat template of {tokenizer.directory}"
         if re.search(f"[{PRIVATE_CLASS}]", template):
             raise ValueError(
@@ -131,8 +131,8 @@ class TemplateRenderer:
         """See Renderer."""
         content, text = encodable(message.content), encodable(message.content)
         if message.tool_calls:
-            text = encodable(self._parser.write(message.tool_calls, content))
-        ids = self.tokenizer.encode_said(text, self._parser.markers, len(content))
+            text = encodable(self.parser.write(message.tool_calls, content))
+        ids = self.tokenizer.encode_said(text, self.parser.markers, len(content))
         return np.array([*ids, self.stop_token_ids[0]], np.int32)
 
     def text(self, tokens: np.ndarray) -> str:
@@ -145,13 +145,13 @@ class TemplateRenderer:
 
     def parse(self, tokens: np.ndarray, tools: Tools = ()) -> Action:
         """See Renderer."""
-        return read_action(self._parser, self.text(tokens), tools)
+        return read_action(self.parser, self.text(tokens), tools)
 
     # --- renderings -----------------------------------------------------------------------------------------------
 
     def _whole(self, messages: Sequence[Message], tools: Tools) -> Rendering:
         if tools and not self.tells_tools:
-            messages, tools = with_tools(messages, tools, self._parser), ()
+            messages, tools = with_tools(messages, tools, self.parser), ()
         return self._first_taken(self._ways(messages), tools)
 
     def _suffix(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> Rendering:
@@ -292,7 +292,7 @@ class TemplateRenderer:
 
     def _calls_as_text(self, messages: list[Message]) -> list[Message]:
         return [
-            Message(m.role, self._parser.write(m.tool_calls, m.content)) if m.tool_calls else m
+            Message(m.role, self.parser.write(m.tool_calls, m.content)) if m.tool_calls else m
             for m in messages
         ]
 

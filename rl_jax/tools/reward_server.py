@@ -83,7 +83,7 @@ def build(args: argparse.Namespace) -> RewardApp:
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be above 0")
     token = read_token(args.token_file, "--token_file")
-    if not token and not _is_loopback(args.host):
+    if not token and not is_loopback(args.host):
         raise ValueError(
             f"--host={args.host} is open to others, and without --token_file they may run scorers; give a token file,"
             " or use --host=127.0.0.1"
@@ -114,7 +114,7 @@ def _options(path: Path | None, names: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

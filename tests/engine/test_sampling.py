@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.engine.sampling import _draw_unfiltered, allowed_tokens, sample, sample_tiled
+from rl_jax.engine.sampling import _draw_unfiltered, allowed_tokens, likeliest, sample, sample_tiled
 from rl_jax.mesh import make_mesh
 
 LOGITS = np.log(np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], np.float32))
@@ -178,3 +178,13 @@ def test_a_split_vocabulary_is_sampled_without_gathering_logits():
     assert all(math.prod(map(int, shape.split(","))) < 4 * 1280 for shape in shapes), shapes
     got, want = compiled(jax.device_put(logits, place), *rows), step(logits, *rows)
     assert got.tokens.tolist() == want.tokens.tolist()
+
+
+def test_likeliest_are_the_log_probs_of_the_largest_logits():
+    logits = jax.random.normal(jax.random.key(3), (3, 50)) * 4
+    temperature = jnp.array([0.0, 0.5, 2.0])
+    ids, logprobs = likeliest(logits, temperature, 5)
+    for row, t, i, p in zip(np.asarray(logits, np.float64), (1.0, 0.5, 2.0), ids, logprobs):
+        whole = row / t - np.log(np.exp(row / t).sum())
+        assert np.asarray(i).tolist() == np.argsort(-row)[:5].tolist()
+        np.testing.assert_allclose(p, whole[np.asarray(i)], atol=1e-5)

@@ -53,6 +53,11 @@ CASES = {
     ),
     "gymnasium": Case("gymnasium", "eval", {"id": "Taxi-v4", "num_tasks": 12, "eval_size": 4}),
     "maze": Case("maze", "eval"),
+    "outside_agent": Case(
+        "outside_agent",
+        "eval",
+        {"agent": "rl_jax.testing.outside_agents:plain", "num_tasks": 4, "eval_size": 2},
+    ),
     "sokoban": Case("sokoban", "eval", {"level": 4, "num_tasks": 12, "eval_size": 4}),
     "textarena": Case("textarena", "eval", {"id": "LightsOut-v0", "split_by": "observation"}),
     "two_player": Case("two_player", "eval", {"opponent": "perfect"}),

@@ -1,0 +1,120 @@
+"""What goes over the wire: bounded bodies in, JSON and event streams out, each with a deadline; and who has gone.
+
+Invariants: an event stream ends with [DONE] or, where it failed, an error event and [DONE]; a client that takes nothing
+for write_s loses its stream, and no other's; from the first byte of a request to the last of its answer a client that
+goes away is noticed as soon as its connection tells, and what was done for it is cancelled.
+Must not: know what a request asks.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from rl_jax.http.errors import ApiError
+from rl_jax.http.limits import HttpLimits
+
+Scope = Mapping[str, Any]
+Send = Callable[[Any], Awaitable[None]]
+Receive = Callable[[], Awaitable[Any]]
+
+
+class Gone(Exception):
+    """The client went away, or takes nothing more: nobody hears an answer."""
+
+
+def encoded(value: Any) -> bytes:
+    """JSON in ASCII; what JSON cannot hold is an error here, never in a client. Raises: ValueError."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def check_head(scope: Scope, limits: HttpLimits) -> None:
+    """h11 bounds a head that comes in pieces; one that came at once is bounded here. Raises: ApiError 431."""
+    size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    size += sum(len(name) + len(value) for name, value in scope["headers"])
+    if size > limits.header_bytes:
+        raise ApiError(431, f"a head of more than {limits.header_bytes} bytes")
+
+
+async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limits: HttpLimits) -> bytes:
+    """Raises: ApiError 400, 408 or 413; Gone."""
+    too_large = ApiError(
+        413, f"a body of more than {limits.body_bytes} bytes", None, "body_too_large"
+    )
+    declared = headers.get(b"content-length", b"0")
+    if declared.isdigit() and int(declared[:20]) > limits.body_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_s):
+            while True:
+                event = await receive()
+                if event["type"] == "http.disconnect":
+                    raise Gone
+                body += event.get("body", b"")
+                if len(body) > limits.body_bytes:
+                    raise too_large
+                if not event.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise ApiError(408, f"no whole body within {limits.body_s:g} s") from None
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has gone. The body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_there(work: Awaitable[Any], receive: Receive) -> Any:
+    """The work's result. Raises: Gone, once the work is cancelled and has ended; what the work raises."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when="FIRST_COMPLETED")
+        if not task.done():
+            raise Gone
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def send_json(
+    send: Send, status: int, value: Any, headers: Mapping[str, str] | None = None
+) -> None:
+    await send_bytes(send, status, encoded(value), "application/json", headers)
+
+
+async def send_bytes(
+    send: Send, status: int, body: bytes, kind: str, headers: Mapping[str, str] | None = None
+) -> None:
+    told = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
+    told += [(k.encode(), v.encode()) for k, v in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": told})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_events(
+    send: Send, events: AsyncIterator[Any], limits: HttpLimits, headers: Mapping[str, str]
+) -> None:
+    """An event stream: each value as `data: JSON`, then [DONE]. Raises: Gone for a client that takes nothing."""
+
+    async def put(message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(limits.write_s):
+                await send(message)
+        except TimeoutError:
+            raise Gone from None
+
+    told = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+    told += [(k.encode(), v.encode()) for k, v in headers.items()]
+    await put({"type": "http.response.start", "status": 200, "headers": told})
+    try:
+        async for value in events:
+            line = b"data: " + encoded(value) + b"\n\n"
+            await put({"type": "http.response.body", "body": line, "more_body": True})
+    except ApiError as error:
+        line = b"data: " + encoded(error.body()) + b"\n\n"
+        await put({"type": "http.response.body", "body": line, "more_body": True})
+    await put({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
