@@ -82,6 +82,18 @@ def cluster_errors(s: Settings) -> Iterator[str]:
             f"rewards.url={s.rewards.url} is not reached from the private network of a Ray that the run starts itself;"
             " give a cluster by cluster.address, or set cluster.private_network=False"
         )
+    for key in ("env_hardware", "scorer_hardware"):
+        name = getattr(c, key)
+        if name != "cpu" and not (c.backend == "ray" and c.moves_workers):
+            yield (
+                f"cluster.{key}={name} is where Ray puts workers, with cluster.backend=ray and cluster.workers=cluster;"
+                " leave it cpu"
+            )
+    if s.rewards.keep_alive_s and c.backend == "external" and c.moves_workers:
+        yield (
+            f"rewards.keep_alive_s={s.rewards.keep_alive_s:g} starts scorers when they are needed, and with"
+            " cluster.backend=external nobody but a person starts any; use 0, or cluster.workers=driver"
+        )
     yield from _transport(s)
     if c.learner_processes:
         yield from _learner_processes(s)

@@ -136,7 +136,7 @@ class Rollout:
         self._slots.check()
         self._thread.start()
         try:
-            self._call(self._begin(), self.settings.start_timeout_s + SLACK_S)
+            self._call(self._begin(), self.pool.start_limit_s + SLACK_S)
         except BaseException:
             self.close()
             raise
@@ -373,7 +373,7 @@ class Rollout:
         self._loop.run_forever()
 
     async def _begin(self) -> None:
-        limit_s = self.settings.start_timeout_s + SLACK_S / 2
+        limit_s = self.pool.start_limit_s + SLACK_S / 2
         late = EnvError("env_import", f"the environments did not start within {limit_s:g} s")
         await within(limit_s, self.pool.start(), late)
         self._dispatcher.version = self.sampler.version()

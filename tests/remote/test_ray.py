@@ -1,6 +1,7 @@
 """Ray starts the processes: placed by hardware, lost with actor or node, and refused before anything waits for them."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -65,8 +67,9 @@ def test_what_fits_one_by_one_and_not_together_is_named(made):
     _, specs, _ = made("", "h200", "h200", "cpu")
     assert ray_cluster.missing(specs, nodes) == ""
     _, specs, _ = made("", "h200", "h200", "h200")
-    assert "3 servers take h200: 3 in all, and the Ray cluster has h200: 2" in ray_cluster.missing(
-        specs, nodes
+    assert (
+        "3 processes take h200: 3 in all, and the Ray cluster has h200: 2"
+        in ray_cluster.missing(specs, nodes)
     )
     assert "decode.0 takes CPU: 1, h200: 1 of one Ray node" in ray_cluster.missing(specs, [])
 
@@ -130,6 +133,27 @@ def test_store_comes_to_its_servers_node_and_takes_a_version_once(made, kit, ray
         server.close()
         store.close()
         carriers.close()
+
+
+def test_weights_go_past_rays_object_store(made, kit, ray_nodes):
+    """Ray's store of the objects that calls give and take lies in /dev/shm: a version of weights leaves it as it was,
+    and an object of the same size does not."""
+    starter, specs, server = made(ray_nodes.address, "h200")
+    used = lambda: shutil.disk_usage("/dev/shm").used
+    weights = np.zeros(8 << 20, np.int32)
+    starter.open(specs)
+    server.start()
+    try:
+        server.wait_ready(kit.PATIENCE_S)
+        before = used()
+        assert server.stage("v1", 1, 0, {"offset": weights}) == weights.nbytes
+        server.discard("v1")
+        assert used() - before < weights.nbytes // 4
+        held = ray.put(weights)
+        assert used() - before >= weights.nbytes, "or this test sees nothing"
+        del held
+    finally:
+        server.close()
 
 
 def test_ray_of_this_host_alone_is_started_with_what_the_plan_takes_and_ended(made):
