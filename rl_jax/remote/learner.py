@@ -153,21 +153,26 @@ class RemoteRoles:
     # --- for a sync --------------------------------------------------------------------------
 
     def fetch(
-        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[np.dtype]
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[np.dtype],
+        *,
+        deadline_s: float,
     ) -> list[np.ndarray]:
         """Parameters as they are served, whole. Raises: GroupLost after the group was mended: the sync's deadlines did
         not wait for that, so it is the sync that must be done again."""
         body = {"names": list(names), "dtypes": [dtype.name for dtype in dtypes]}
         try:
-            answers = self._ask("fetch", body)
+            answers = self._ask("fetch", body, deadline_s=deadline_s)
         except GroupLost as lost:
             self._recover(lost)
             raise GroupLost(f"{lost}; they are there again") from None
         return whole_from_wire(shapes, dtypes, [(a.body["places"], a.arrays) for a in answers])
 
-    def digest(self, dtype: str) -> Digest:
+    def digest(self, dtype: str, *, deadline_s: float) -> Digest:
         """Of the parameters as they are served. Raises: GroupLost."""
-        told = self._ask("digest", {"dtype": dtype})[0].body["digest"]
+        told = self._ask("digest", {"dtype": dtype}, deadline_s=deadline_s)[0].body["digest"]
         return Digest({name: (int(a), int(b)) for name, (a, b) in told.items()})
 
     # --- private -----------------------------------------------------------------------------
