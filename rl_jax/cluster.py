@@ -41,6 +41,7 @@ LOG = logging.getLogger(__name__)
 ROUTED = (
     "prefilled_suffixes",
     "stalled_servers",
+    "suspect_servers",
     "role_moves",
     "affinity_moves",
 )  # the router's counters that make metrics

@@ -133,6 +133,11 @@ class RemoteServer:
             return "it compiles, as its process was started again"
         return self._fence
 
+    @property
+    def suspect(self) -> str | None:
+        """Why the process may be dead, or None: it is silent, and its lease is not over."""
+        return "its process gives no sign of life" if self._lives.is_silent else None
+
     def fence(self, reason: str) -> None:
         """Serve nothing more until a commit succeeds; what is under way fails now (retryable)."""
         self._fail_all(reason)
