@@ -221,6 +221,38 @@ def test_run_goes_on_when_a_server_is_killed_and_the_server_comes_back(tmp_path)
     assert sum("serves again" in log for log in logs) == 1
 
 
+@pytest.mark.slow(seconds=25)
+def test_run_whose_decode_servers_are_all_gone_saves_and_ends_with_their_causes(tmp_path, capsys):
+    """Fault 11: no process is started again (cluster.restarts=0), so retries end, in time and by name."""
+    (tmp_path / "two.py").write_text(TWO_DECODE)
+    run, times = tmp_path / "run", {}
+    metrics = run / "metrics.jsonl"
+
+    def kill_all():
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+            time.sleep(0.01)
+        times["killed"] = time.monotonic()
+        for child in psutil.Process().children():
+            if "rl_jax.remote.server_process" in child.cmdline():
+                child.kill()
+
+    killer = threading.Thread(target=kill_all, daemon=True)
+    killer.start()
+    words = [f"--config={FILE}", f"--run_dir={run}", f"--mesh={tmp_path / 'two.py'}"]
+    words += ["--config.cluster.backend=local", "--config.steps=1000"]
+    assert launch.main([*words, "--config.cluster.restarts=0"]) == 5
+    assert time.monotonic() - times["killed"] < 30
+    killer.join(10)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, errors
+    for name in ("decode.0", "decode.1"):
+        assert f"{name}: " in errors[0] and "killed by SIGKILL" in errors[0]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    last = max(row["step"] for row in rows if "optim/grad_norm" in row)
+    saved = [int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*")]
+    assert saved and max(saved) in (last, last + 1), "what was learned is kept"
+
+
 def refused(*words):
     with pytest.raises(config.ConfigError) as caught:
         config.parse(list(words))
