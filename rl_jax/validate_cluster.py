@@ -1,5 +1,9 @@
 """What may not stand together in `cluster`, and in what other sections say of the processes of a run; without jax.
 
+Two things are refused that the learner's processes could come to do. Rows of data train in the driver's process
+(supervised.py says why). A role on a pool of its own would need a group of processes beside the learner's, with a
+journal, a save and a restart of its own: its figures are part of a step, so a loss of either is a loss of both.
+
 Must not: know a value alone (validate.py).
 """
 
