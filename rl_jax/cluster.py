@@ -116,6 +116,13 @@ class Cluster:
         started = [wait for s in self.targets for wait in getattr(s, "waits", list)()]
         return [*calls, *self.router.waits(), *started]
 
+    def gone(self) -> str | None:
+        """Why nothing will ever decode any more, or None: each server's process ended for the last time. Any thread."""
+        whys = [(server.name, getattr(server, "gone", None)) for server in self.decode]
+        if not all(why for _, why in whys):
+            return None
+        return "; ".join(f"{name}: {why}" for name, why in whys)
+
     def doing(self) -> str:
         """What each server that compiles is at, for a status line. Any thread."""
         told = ((server.name, server.progress()) for server in self.targets)

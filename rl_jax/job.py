@@ -448,6 +448,7 @@ def _live_parts(
         rewards=settings.rewards, sources=settings.tasks.sources,
         quarantine_dir=job.run_dir.path / "quarantine",
     )  # fmt: skip
+    rollout.gone = cluster.gone
     stack.callback(rollout.close)
     rollout.start()
     if "stream" in extra:

@@ -134,6 +134,11 @@ class RemoteServer:
         return self._fence
 
     @property
+    def gone(self) -> str | None:
+        """Why no process of it will be started any more, or None."""
+        return self._lives.final
+
+    @property
     def suspect(self) -> str | None:
         """Why the process may be dead, or None: it is silent, and its lease is not over."""
         return "its process gives no sign of life" if self._lives.is_silent else None
