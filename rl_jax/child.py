@@ -1,9 +1,11 @@
 """A process that this one started: the environment it gets, what it prints, and how it ended.
 
-Owns: the list of variables that a child inherits, the secret that none does, and the bounded log of a child's output.
+Owns: the list of variables that a child inherits, the secret that none does, whom a child dies with, and the bounded
+log of a child's output.
 Must not: start a process, or know what runs in it.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -29,6 +31,8 @@ INHERITED = (
     "VIRTUAL_ENV",
 )
 
+PR_SET_PDEATHSIG = 1
+
 SECRET_VARIABLE = (
     "RL_JAX_CLUSTER_SECRET"  # of a run whose servers come over TCP, in hexadecimal digits
 )
@@ -49,6 +53,13 @@ def clean_environment(*more: str) -> dict[str, str]:
     out = {name: os.environ[name] for name in (*INHERITED, *more) if name in os.environ}
     out["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return out
+
+
+def die_with(parent: int) -> None:
+    """Now, if the parent is gone; else with the thread of it that started this process, even when this is stopped."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 def exit_text(returncode: int | None, waited_s: float) -> str:
@@ -83,6 +94,13 @@ class Log:
                 log_dir.mkdir(parents=True, exist_ok=True)
                 self._file = (log_dir / f"{self.name}.log").open("ab", buffering=0)
                 self._num_written = self._file.tell()
+                self._write(bytes(self._tail))
+
+    def echo(self) -> None:
+        """From now on repeat it on this process's own stderr, starting with the tail so far."""
+        with self._lock:
+            if self._file is None:
+                self._file = os.fdopen(os.dup(2), "ab", buffering=0)
                 self._write(bytes(self._tail))
 
     def note(self, text: str) -> None:

@@ -1,5 +1,5 @@
 """Where the servers run: InProcCluster as threads of this process, ProcessCluster as processes of this host or others;
-and what starts the learner's processes, where there are any.
+and what starts the processes of the learner and of workers, where there are any.
 
 Owns: the servers, or their proxies and what starts their processes, and the router in front of them.
 Life: the constructor builds them (no compile, no process) -> `start()` starts threads or processes, which serve after
@@ -28,6 +28,7 @@ from rl_jax.remote.server import RemoteDecodeServer, RemotePrefillServer
 from rl_jax.remote.spec import FACTORY, LEARNER_PROGRAM, ServerSpec, Spec, StoreSpec
 from rl_jax.remote.starter import ExternalStarter, LocalStarter, Starter
 from rl_jax.remote.store import Store
+from rl_jax.remote.worker_place import ClusterPlace, worker_specs
 from rl_jax.serve.affinity import Affinity
 from rl_jax.serve.balance import Balance
 from rl_jax.serve.build import build_server
@@ -40,6 +41,7 @@ LOG = logging.getLogger(__name__)
 ROUTED = (
     "prefilled_suffixes",
     "stalled_servers",
+    "suspect_servers",
     "role_moves",
     "affinity_moves",
 )  # the router's counters that make metrics
@@ -79,6 +81,8 @@ class Cluster:
         str
     ] = ()  # for a person to run, one a process, where nobody else starts them
     starter: Starter | None = None  # of processes
+    # Where environments' and scorers' workers run once servers are started, if not as children of this process.
+    worker_place: ClusterPlace | None = None
 
     def __init__(
         self,
@@ -111,6 +115,13 @@ class Cluster:
         calls = [wait for target in self._watched if (wait := target.under_way)]
         started = [wait for s in self.targets for wait in getattr(s, "waits", list)()]
         return [*calls, *self.router.waits(), *started]
+
+    def gone(self) -> str | None:
+        """Why nothing will ever decode any more, or None: each server's process ended for the last time. Any thread."""
+        whys = [(server.name, getattr(server, "gone", None)) for server in self.decode]
+        if not all(why for _, why in whys):
+            return None
+        return "; ".join(f"{name}: {why}" for name, why in whys)
 
     def doing(self) -> str:
         """What each server that compiles is at, for a status line. Any thread."""
@@ -228,8 +239,11 @@ class ProcessCluster(Cluster):
             StoreSpec(name=f"store.{i}", hardware=hosts[i % len(hosts)])
             for i in range(cluster.stores)
         ]
-        self._specs: Sequence[Spec] = (*specs, *learner_specs(plan, settings), *stores)
+        workers = worker_specs(settings) if cluster.moves_workers else ()
+        self._specs: Sequence[Spec] = (*specs, *learner_specs(plan, settings), *stores, *workers)
         self.starter = starter = make_starter(settings.cluster, log_dir, self._specs)
+        if workers:
+            self.worker_place = ClusterPlace(workers, cluster, starter)
         self.commands = starter.commands
         self.stores = [Store(spec, cluster, starter) for spec in stores]
         self.carriers = Carriers(settings.weights.transport, self.stores)

@@ -305,6 +305,7 @@ def _run_mode(job: Job) -> None:
         cluster.start()  # they compile from now on, beside all that follows
         for line in cluster.commands:
             job.progress.note(line)
+        _move_workers(job, cluster)
         state, extra = begun or learning.begin()
         parts = _live_parts(job, cluster, learning, algorithm, recorder, extra)
         driver = Driver(parts, settings, state)
@@ -355,6 +356,14 @@ def _learning(
     learning = LearnsElsewhere(setting, model, decision, starter, job.run_dir.event)
     job.stack.callback(learning.roles.close)
     return learning
+
+
+def _move_workers(job: Job, cluster: Cluster) -> None:
+    """To where the cluster puts them, if not here; they end before what started them is closed."""
+    pool, place = job.pool, cluster.worker_place
+    if pool is not None and place is not None:
+        job.stack.callback(lambda: run_blocking(pool.close()))
+        pool.move(place)
 
 
 def _import_before_threads() -> None:
@@ -439,6 +448,7 @@ def _live_parts(
         rewards=settings.rewards, sources=settings.tasks.sources,
         quarantine_dir=job.run_dir.path / "quarantine",
     )  # fmt: skip
+    rollout.gone = cluster.gone
     stack.callback(rollout.close)
     rollout.start()
     if "stream" in extra:

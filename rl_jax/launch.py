@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_jax import backend, config, live_view, resume
-from rl_jax.algorithms.options import is_known
+from rl_jax.algorithms.options import is_known, learns_from_rows
 from rl_jax.console import say
 from rl_jax.mesh import MeshPlan
 from rl_jax.names import resolve
@@ -62,7 +62,12 @@ def _main(argv: Sequence[str]) -> int:
     try:
         pool = None
         if config.plays_episodes(parsed):
-            pool = EnvPool(settings.tasks.sources, settings.rollout, settings.rewards)
+            pool = EnvPool(
+                settings.tasks.sources,
+                settings.rollout,
+                settings.rewards,
+                scouts=1 if settings.cluster.moves_workers and not _plays_rows(parsed) else None,
+            )
             pool.spawn()  # their imports run beside ours
         progress.start_heartbeat()
         return importlib.import_module("rl_jax.job").run(parsed, pool, progress, resolve)
@@ -79,6 +84,14 @@ def _main(argv: Sequence[str]) -> int:
         return 1
     finally:
         progress.close()
+
+
+def _plays_rows(parsed: config.Parsed) -> bool:
+    """Whether the environments' scripts are all that a run needs of them, and there are no servers."""
+    settings = parsed.settings
+    if parsed.options.mode != "train" or not is_known(settings.algorithm):
+        return False
+    return learns_from_rows(settings.algorithm, settings.data)
 
 
 def _set_backend(settings: Settings, dry_run: bool = False) -> None:

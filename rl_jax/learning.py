@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -153,7 +154,10 @@ class LearnsElsewhere:
             name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=places[name])
             for name, a in model.abstract.items()
         }
-        self.roles.params = Elsewhere(abstract, self.roles.fetch, self.roles.digest)
+        deadline_s = settings.weights.deadline_s
+        fetch = partial(self.roles.fetch, deadline_s=deadline_s)
+        of_served = partial(self.roles.digest, deadline_s=deadline_s)
+        self.roles.params = Elsewhere(abstract, fetch, of_served)
         self.checkpointer = RemoteCheckpointer(self.roles, settings.checkpoint.deadline_s)
 
     def begin(self) -> tuple[DriverState, dict[str, Any]]:

@@ -159,6 +159,7 @@ METRICS = {
     "serve/long_appends": "suffixes over engine.append_limit that a decode server appended itself, in the step",
     "serve/prefilled_suffixes": "suffixes of live histories that prefill servers computed, in the step",
     "serve/stalled_servers": "servers fenced because they made no progress, in the step",
+    "serve/suspect_servers": "servers that got nothing new for a while, as they might be dead, in the step",
     "serve/restarts": "processes of servers that were started again after their end, in the step",
     "serve/affinity_moves": "changes of which hardware classes tags prefer (serve.affinity), in the step",
     "serve/role_moves": "servers that went over from prefill to decode or back (serve.pd_balance), in the step",

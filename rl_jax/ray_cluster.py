@@ -1,11 +1,12 @@
-"""RayStarter: processes of servers on the nodes of a Ray cluster; the only file that imports ray.
+"""RayStarter: processes of a run on the nodes of a Ray cluster; the only file that imports ray.
 
 For each process an actor is placed by what its pool's hardware asks for. It starts the same program as every other
 starter, which connects to the driver over TCP (link.py), and waits for its end: that is all it does. No call of a
-server, no weights and no state go through Ray, and Ray restarts nothing: an actor, or its node, that is lost is a
-process that ended, for which lives.py starts another one, wherever Ray places it then.
+server or worker, no weights and no state go through Ray, and Ray restarts nothing: an actor, or its node, that is lost
+is a process that ended, for which whoever started it (lives.py) starts another one, wherever Ray places it then.
 Hardware classes are Ray's custom resources, one a device: `ray start --resources='{"h200": 8}'` offers a node to pools
-of hardware h200; `gpu` are the GPUs that Ray counts itself. Every server takes one CPU besides. Stores are
+of hardware h200; `gpu` are the GPUs that Ray counts itself. Every process takes one CPU besides. Workers of
+environments and scorers go where cluster.env_hardware and cluster.scorer_hardware say, one of it each. Stores are
 spread over their nodes.
 A Ray that it starts lives in a network of its own, as Ray listens on every address of its host (private_network.py);
 so do the driver's main thread and all that is started from it, until `close`.
@@ -324,7 +325,7 @@ def missing(specs: Sequence[Spec], nodes: Sequence[Mapping[str, Any]]) -> str:
     has = {name: sum(node.get(name, 0) for node in offered) for name in total}
     if short := {name: num for name, num in total.items() if has[name] < num}:
         return (
-            f"{len(specs)} servers take {_listed(short)} in all, and the Ray cluster has"
+            f"{len(specs)} processes take {_listed(short)} in all, and the Ray cluster has"
             f" {_listed({name: has[name] for name in short})}; add nodes, or take servers away"
         )
     return ""

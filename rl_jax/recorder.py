@@ -32,8 +32,8 @@ from rl_jax.waits import Wait
 TRACES_S = 600.0  # for the traces of one step to be written: as long as a checkpoint may take
 SERVED = (  # the servers' counters that make metrics
     "prefill_tokens", "found_tokens", "received_tokens", "cached_tokens", "append_tokens", "recompute_tokens",
-    "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers", "role_moves", "affinity_moves",
-    "restarts",
+    "decode_tokens", "long_appends", "prefilled_suffixes", "stalled_servers", "suspect_servers",
+    "role_moves", "affinity_moves", "restarts",
 )  # fmt: skip
 IDLE = (  # the rollout's cumulative seconds
     "time/wait_for_policy_s",

@@ -239,16 +239,18 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """Where scorers run: in worker processes of this host, or of a service (docs/rewards.md)."""
+    """Where scorers run: in worker processes of the run, or of a service (docs/rewards.md)."""
 
     timeout_s: float = 10.0  # of one call of a scorer, from when a worker takes it
-    workers: int = 1  # processes; not read where there is a url
+    workers: int = 1  # processes, at most; not read where there is a url
+    # 0: all workers stay | else they are started for calls that find none free, and end after so long without one
+    keep_alive_s: float = 0.0
     # a call may take min(max(2 s, 1.5 times the slowest answer above 0 of its task so far), timeout_s), and timeout_s
     # while there is none
     adaptive_timeout: bool = False
     # keyword arguments of a scorer's constructor, by its name; not read where there is a url: its service has them
     options: Mapping[str, Any] = field(default_factory=dict)
-    url: str = ""  # of a reward service; "" = processes of this host
+    url: str = ""  # of a reward service; "" = processes of the run
     token_file: str = ""  # a file whose one line is the service's token; "" = none
     connect_timeout_s: float = 2.0
     read_timeout_s: float = 10.0  # for the service's answer beyond what its scorer may take
@@ -483,6 +485,7 @@ class WeightSettings:
     )  # smaller ones lose to the host's work a bucket (benchmarks/README.md)
     deadline_s: float = 60.0
     retries: int = 3  # of a sync that ends ABORTED; then exit code 5
+    max_digest_failures: int = 3  # of a server in a row: then it is removed from the run
 
 
 @dataclass(frozen=True)
@@ -533,9 +536,8 @@ class ClusterSettings:
     # external: processes that somebody else starts, by commands that the driver prints | ray: processes on the nodes of
     # a Ray cluster (extra ray)
     backend: str = "inproc"
-    address: str = (
-        ""  # of the Ray cluster; "" = one of this host alone, started and ended with the run
-    )
+    # of the Ray cluster; "" = one of this host alone, started and ended with the run
+    address: str = ""
     # Of a Ray that the run starts itself: in a network namespace of its own, where nobody else reaches it, and the run
     # nobody else. False: it listens on every address of this host, to whoever can reach those
     private_network: bool = True
@@ -544,15 +546,16 @@ class ClusterSettings:
     port: int = 0  # 0 = any that is free
     # of all but inproc
     heartbeat_s: float = 1.0  # between two signs of life of one process to another
-    lease_s: float = (
-        15.0  # a process that gives no sign of life for so long is dead, and is started again
-    )
-    start_timeout_s: float = (
-        120.0  # for a server's process to come, and again to import JAX and build its engine
-    )
+    lease_s: float = 15.0  # without a sign of life, until a process is dead and is started again
+    # for a process to come, and again to import JAX and build its engine
+    start_timeout_s: float = 120.0
     restarts: int = 3  # of the process of one server that has served; then the server stays away
     # of all but inproc: processes, one a host, that take weights once for all servers there
     stores: int = 0
+    # Of external and ray, workers of environments and scorers. cluster: started as servers are | driver: on its host
+    workers: str = "cluster"
+    env_hardware: str = "cpu"  # of ray: the class of node that environments' workers go to
+    scorer_hardware: str = "cpu"  # and scorers' workers
     # Where the policy trains. 0: in the driver's process | n: in n processes, each with as many of the train mesh's
     # devices; with the backends external and ray they are started as the servers are, else on the driver's host
     learner_processes: int = 0
@@ -561,6 +564,11 @@ class ClusterSettings:
         1
         << 30  # of batches since the last save, kept to repeat them after a loss; then it is saved
     )
+
+    @property
+    def moves_workers(self) -> bool:
+        """Whether a run with servers has its workers where the cluster puts them."""
+        return self.backend in ("external", "ray") and self.workers == "cluster"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 Rows come from data.path, read and checked before the run directory is made, or, for sft without a path, from the task
 sources' scripts, played through the path of sampled episodes (script_episodes and script_skill say how many and how
 well) once there is a directory for their workers' logs. Both are the same after a restart, which ExampleStream checks.
+It trains in the driver's process, whatever cluster.learner_processes says (config refuses it): there are no servers
+that a loss would idle, the driver has nothing else to do meanwhile, and what those processes speak (remote/learner.py)
+has no order for held-out rows, for a reward model in the policy's place, or for the reference's log-probs of all rows.
 Must not: decide the order of a step (driver.py), or check what config.parse could.
 """
 

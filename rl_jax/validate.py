@@ -111,6 +111,7 @@ INTERVALS = {
     "rollout.max_filtered_batches": "[1, inf)",
     "rewards.timeout_s": "(0, inf)",
     "rewards.workers": "[1, inf)",
+    "rewards.keep_alive_s": "[0, inf)",
     "rewards.connect_timeout_s": "(0, inf)",
     "rewards.read_timeout_s": "(0, inf)",
     "rewards.total_timeout_s": "(0, inf)",
@@ -146,6 +147,7 @@ INTERVALS = {
     "weights.bucket_bytes": "[1, inf)",
     "weights.deadline_s": "(0, inf)",
     "weights.retries": "[0, inf)",
+    "weights.max_digest_failures": "[1, inf)",
     "checkpoint.every": "[0, inf)",
     "checkpoint.keep": "[1, inf)",
     "checkpoint.deadline_s": "(0, inf)",
@@ -205,6 +207,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weights.transport": ("auto", *HERE, *ELSEWHERE),
     "metrics.progress": PROGRESS_FORMS,
     "cluster.backend": ("inproc", "local", "external", "ray"),
+    "cluster.workers": ("cluster", "driver"),
     **dict.fromkeys(
         [
             f"guards.{name}"

@@ -1,5 +1,9 @@
 """What may not stand together in `cluster`, and in what other sections say of the processes of a run; without jax.
 
+Two things are refused that the learner's processes could come to do. Rows of data train in the driver's process
+(supervised.py says why). A role on a pool of its own would need a group of processes beside the learner's, with a
+journal, a save and a restart of its own: its figures are part of a step, so a loss of either is a loss of both.
+
 Must not: know a value alone (validate.py).
 """
 
@@ -81,6 +85,18 @@ def cluster_errors(s: Settings) -> Iterator[str]:
         yield (
             f"rewards.url={s.rewards.url} is not reached from the private network of a Ray that the run starts itself;"
             " give a cluster by cluster.address, or set cluster.private_network=False"
+        )
+    for key in ("env_hardware", "scorer_hardware"):
+        name = getattr(c, key)
+        if name != "cpu" and not (c.backend == "ray" and c.moves_workers):
+            yield (
+                f"cluster.{key}={name} is where Ray puts workers, with cluster.backend=ray and cluster.workers=cluster;"
+                " leave it cpu"
+            )
+    if s.rewards.keep_alive_s and c.backend == "external" and c.moves_workers:
+        yield (
+            f"rewards.keep_alive_s={s.rewards.keep_alive_s:g} starts scorers when they are needed, and with"
+            " cluster.backend=external nobody but a person starts any; use 0, or cluster.workers=driver"
         )
     yield from _transport(s)
     if c.learner_processes:

@@ -26,6 +26,8 @@ def test_every_setting_has_a_rule():
         "data.eval_path",  # files, by algorithm and mode
         "cluster.address",
         "cluster.host",  # by backend
+        "cluster.env_hardware",
+        "cluster.scorer_hardware",  # names of a Ray cluster's own
         "mesh.name",  # free
         "rollout.tool_parser",  # a table, or auto
         "reference.checkpoint",

@@ -113,7 +113,10 @@ def test_greedy_tokens_and_logprobs_are_those_of_one_process_down_to_the_bits(tm
 
 def run_commands(run):
     """What a person does who reads them in the driver's log: each is run until it ends."""
-    pattern, found = re.compile(r"(\S+=\S+ .*(?:server|store)_process --connect=.*)$", re.M), []
+    pattern, found = (
+        re.compile(r"(\S+=\S+ .*(?:server_process|store_process|worker_host) --connect=.*)$", re.M),
+        [],
+    )
     while not found:
         time.sleep(0.05)
         text = "".join(path.read_text() for path in run.rglob("driver.log"))
@@ -153,6 +156,8 @@ def test_run_on_processes_trains_on_the_same_tokens(tmp_path):
     assert trained["local"] == trained["inproc"] and trained["external"] == trained["inproc"]
     operator.join(20)
     assert not operator.is_alive(), "the process ends with the run"
+    text = "".join(path.read_text() for path in (tmp_path / "external").rglob("driver.log"))
+    assert "remote.worker_host" in text and "env_0 came from" in text
     logs = {path.name for path in (tmp_path / "local" / "logs").rglob("*.log")}
     assert {"decode.0.log"} <= logs, logs
     by = {"local": "shared memory", "external": "the store store.0"}
@@ -216,6 +221,38 @@ def test_run_goes_on_when_a_server_is_killed_and_the_server_comes_back(tmp_path)
     assert sum("serves again" in log for log in logs) == 1
 
 
+@pytest.mark.slow(seconds=25)
+def test_run_whose_decode_servers_are_all_gone_saves_and_ends_with_their_causes(tmp_path, capsys):
+    """Fault 11: no process is started again (cluster.restarts=0), so retries end, in time and by name."""
+    (tmp_path / "two.py").write_text(TWO_DECODE)
+    run, times = tmp_path / "run", {}
+    metrics = run / "metrics.jsonl"
+
+    def kill_all():
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+            time.sleep(0.01)
+        times["killed"] = time.monotonic()
+        for child in psutil.Process().children():
+            if "rl_jax.remote.server_process" in child.cmdline():
+                child.kill()
+
+    killer = threading.Thread(target=kill_all, daemon=True)
+    killer.start()
+    words = [f"--config={FILE}", f"--run_dir={run}", f"--mesh={tmp_path / 'two.py'}"]
+    words += ["--config.cluster.backend=local", "--config.steps=1000"]
+    assert launch.main([*words, "--config.cluster.restarts=0"]) == 5
+    assert time.monotonic() - times["killed"] < 30
+    killer.join(10)
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, errors
+    for name in ("decode.0", "decode.1"):
+        assert f"{name}: " in errors[0] and "killed by SIGKILL" in errors[0]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    last = max(row["step"] for row in rows if "optim/grad_norm" in row)
+    saved = [int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*")]
+    assert saved and max(saved) in (last, last + 1), "what was learned is kept"
+
+
 def refused(*words):
     with pytest.raises(config.ConfigError) as caught:
         config.parse(list(words))
@@ -235,6 +272,20 @@ def test_servers_as_processes_need_the_cpu_and_a_lease_of_some_heartbeats():
     assert (
         config.parse(["--config.cluster.lease_s=2"]).settings.cluster.lease_s == 2
     )  # of local only
+
+
+def test_workers_go_where_something_starts_them():
+    ray, external = "--config.cluster.backend=ray", "--config.cluster.backend=external"
+    hardware = "--config.cluster.env_hardware=cpus"
+    assert config.parse([ray, hardware]).settings.cluster.env_hardware == "cpus"
+    for words in ((external, hardware), (ray, "--config.cluster.workers=driver", hardware)):
+        (error,) = refused(*words)
+        assert "cluster.env_hardware=cpus is where Ray puts workers" in error
+    idle = "--config.rewards.keep_alive_s=9"
+    assert config.parse([ray, idle]).settings.rewards.keep_alive_s == 9
+    (error,) = refused(external, idle)
+    assert "nobody but a person starts any; use 0, or cluster.workers=driver" in error
+    assert config.parse([external, idle, "--config.cluster.workers=driver"])
 
 
 def test_address_to_listen_on_is_one_that_others_can_use():

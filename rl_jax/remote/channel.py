@@ -36,6 +36,7 @@ from rl_jax.waits import Wait
 
 MAX_QUEUED = 256 << 20  # bytes that wait in one lane; a lone larger message is let in
 MAX_WAITING = 1 << 16  # messages that wait in one lane
+LATE_BEATS = 3  # without one of which a peer is silent
 
 log = logging.getLogger(__name__)
 
@@ -351,9 +352,14 @@ class Channel:
             error = PeerGone(f"{self.name}: {failure}")
         self.close(error)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing came for longer than it should, and a lease is not over. Any thread."""
+        return self.closed is None and self._silent_s >= LATE_BEATS * self.settings.heartbeat_s
+
     def waits(self) -> list[Wait]:
-        """A peer that has been silent for longer than it should. Any thread."""
-        if self.closed is not None or self._silent_s < 3 * self.settings.heartbeat_s:
+        """A peer that is silent. Any thread."""
+        if not self.is_silent:
             return []
         limit = f"cluster.lease_s={self.settings.lease_s:g}"
         return [Wait(f"a sign of life of {self.name}", self._heard_s, limit)]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 MAGIC = b"rlJ1"
@@ -35,7 +35,7 @@ MAX_MESSAGE = 1 << 34  # bytes of one message's arrays; what is larger comes in 
 MAX_OPEN = 8  # messages whose data is on its way
 
 DTYPES: Mapping[str, np.dtype] = {
-    name: np.dtype(getattr(jnp, "bool_" if name == "bool" else name)).newbyteorder("<")
+    name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name).newbyteorder("<")
     for name in (
         "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
         "float16", "bfloat16", "float32", "float64",

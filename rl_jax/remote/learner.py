@@ -124,7 +124,7 @@ class RemoteRoles:
 
     def teacher(self, settings: LearnerSettings, algorithm: Any) -> "RemoteTeacher":
         """A warm start's learner, with the policy's weights."""
-        self._ask("warm", {})
+        self._do("warm", {})
         return RemoteTeacher(self, settings, algorithm)
 
     def save(self, step: int, extra: Mapping[str, Any]) -> None:
@@ -132,14 +132,16 @@ class RemoteRoles:
         self._do("save", {"step": step, "extra": dict(extra)})
 
     def saved(self, step: int, extra: Mapping[str, Any], deadline_s: float) -> None:
-        """Wait for the save. Raises: CheckpointError."""
-        try:
-            self._ask("saved", {}, deadline_s=deadline_s)
-        except GroupLost as lost:
-            self._recover(lost)
-            self.save(step, extra)
-            self._ask("saved", {}, deadline_s=deadline_s)
-        self._base, self._journal = step, []
+        """Wait for the save, made again after a loss. Raises: CheckpointError, LearnerLost."""
+        while True:
+            try:
+                self._ask("saved", {}, deadline_s=deadline_s)
+            except GroupLost as lost:
+                self._recover(lost)
+                self.save(step, extra)
+            else:
+                self._base, self._journal = step, []
+                return
 
     def waits(self) -> list[Wait]:
         """Orders under way. Any thread."""
@@ -151,21 +153,26 @@ class RemoteRoles:
     # --- for a sync --------------------------------------------------------------------------
 
     def fetch(
-        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[np.dtype]
+        self,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[np.dtype],
+        *,
+        deadline_s: float,
     ) -> list[np.ndarray]:
         """Parameters as they are served, whole. Raises: GroupLost after the group was mended: the sync's deadlines did
         not wait for that, so it is the sync that must be done again."""
         body = {"names": list(names), "dtypes": [dtype.name for dtype in dtypes]}
         try:
-            answers = self._ask("fetch", body)
+            answers = self._ask("fetch", body, deadline_s=deadline_s)
         except GroupLost as lost:
             self._recover(lost)
             raise GroupLost(f"{lost}; they are there again") from None
         return whole_from_wire(shapes, dtypes, [(a.body["places"], a.arrays) for a in answers])
 
-    def digest(self, dtype: str) -> Digest:
+    def digest(self, dtype: str, *, deadline_s: float) -> Digest:
         """Of the parameters as they are served. Raises: GroupLost."""
-        told = self._ask("digest", {"dtype": dtype})[0].body["digest"]
+        told = self._ask("digest", {"dtype": dtype}, deadline_s=deadline_s)[0].body["digest"]
         return Digest({name: (int(a), int(b)) for name, (a, b) in told.items()})
 
     # --- private -----------------------------------------------------------------------------
@@ -218,7 +225,7 @@ class RemoteRoles:
                 )
             if self.num_losses > self._settings.restarts:
                 raise LearnerLost(
-                    f"the learner's processes are lost for the {self.num_losses}th time"
+                    f"the learner's processes were lost {self.num_losses} times"
                     f" (cluster.restarts={self._settings.restarts}): {why}"
                 )
             log.error(
@@ -238,7 +245,8 @@ class RemoteRoles:
 
 
 class RemoteTeacher:
-    """A warm start's learner in the same processes: what warm_start asks of a Learner."""
+    """A warm start's learner in the same processes: what warm_start asks of a Learner. It comes before any save, so a
+    loss in it ends the run (LearnerLost)."""
 
     def __init__(self, roles: RemoteRoles, settings: LearnerSettings, algorithm: Any):
         self.settings, self.algorithm, self.rows = settings, algorithm, roles.policy.rows
@@ -246,9 +254,9 @@ class RemoteTeacher:
 
     def step(self, batch: Batch, version: int = 0) -> dict[str, Metric]:
         body, arrays = batch_to_wire(batch)
-        first = self._roles._ask("warm_step", {"batch": body, "version": version}, arrays)[0]
+        first = self._roles._do("warm_step", {"batch": body, "version": version}, arrays)[0]
         return metrics_from_wire(first.body["names"], first.arrays)
 
     def done(self) -> None:
         """Its weights become the policy's."""
-        self._roles._ask("warmed", {})
+        self._roles._do("warmed", {})

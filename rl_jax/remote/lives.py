@@ -82,6 +82,12 @@ class Lives:
         """Whether the process that lives has compiled its programs."""
         return self._is_ready
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the process that lives has given no sign of life for longer than it should."""
+        channel = self._channel
+        return channel is not None and channel.is_silent
+
     def wait_up(self, deadline_s: float) -> Channel:
         """The channel of a process that is built. Raises: ServerGone where none is by the deadline, or ever will be, or
         nobody knows when."""

@@ -7,10 +7,10 @@ Must not: start anything anew (lives.py), know how it is started, or what is ask
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_jax.remote.channel import Channel
+from rl_jax.remote.channel import Channel, Request
 from rl_jax.remote.spec import Spec
 from rl_jax.remote.starter import EXIT_S, Starter
 from rl_jax.settings import ClusterSettings
@@ -32,12 +32,14 @@ class RemoteProcess:
         *,
         on_pulse: Callable[["RemoteProcess", Any], None],
         on_end: Callable[[str], None],
+        handlers: Mapping[str, Callable[[Request], None]] | None = None,
     ):
-        """attempt: names this process among those of the server. on_end: as soon as it counts as dead, once, with the
-        reason, on any thread. Raises: OSError where no process can be started."""
+        """attempt: names this process among those of the server. handlers: of what it tells, as Channel's. on_end: as
+        soon as it counts as dead, once, with the reason, on any thread. Raises: OSError where none can be started."""
         self.name, self.attempt = spec.name, attempt
         self.channel: Channel | None = None  # once it is linked
         self._settings, self._on_pulse, self._on_end = settings, on_pulse, on_end
+        self._handlers = handlers
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._why = ""
         self._handle = starter.start(spec, attempt)
@@ -58,6 +60,7 @@ class RemoteProcess:
                     self.name,
                     self.attempt,
                     self._settings,
+                    handlers=self._handlers,
                     on_pulse=lambda body: self._on_pulse(self, body),
                     on_close=lambda error: self.give_up(str(error)),
                     grace_s=self._settings.start_timeout_s,

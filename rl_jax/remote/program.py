@@ -10,22 +10,18 @@ Must not: know what the program serves.
 """
 
 import argparse
-import ctypes
 import faulthandler
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_jax.child import SECRET_VARIABLE, take_variable
+from rl_jax.child import SECRET_VARIABLE, die_with, take_variable
 from rl_jax.remote.link import address_of, connect, read_secret, secret_of
-
-PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +35,7 @@ def run_program(program: str, serve: Callable[[socket.socket, Mapping[str, Any]]
         serve(*_linked(program))
         return
     told = json.loads(sys.argv[1])
-    _die_with(told["parent"])
+    die_with(told["parent"])
     serve(socket.socket(fileno=told["fd"]), told)
 
 
@@ -52,7 +48,7 @@ def leave(error: Exception) -> None:
 def _linked(program: str) -> tuple[socket.socket, Mapping[str, Any]]:
     words = _parser(program).parse_args()
     if words.parent:
-        _die_with(words.parent)
+        die_with(words.parent)
     try:
         secret = _secret(words.secret_file)
         address = address_of(words.connect)
@@ -90,10 +86,3 @@ def _secret(path: Path | None) -> bytes:
     if given is None:
         raise ValueError(f"there is no --secret_file, and no {SECRET_VARIABLE} in the environment")
     return secret_of(given, SECRET_VARIABLE)
-
-
-def _die_with(parent: int) -> None:
-    """Now, if the parent is gone; else with the thread of it that started this process."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)

@@ -135,6 +135,16 @@ class RemoteServer:
             return "it compiles, as its process was started again"
         return self._fence
 
+    @property
+    def gone(self) -> str | None:
+        """Why no process of it will be started any more, or None."""
+        return self._lives.final
+
+    @property
+    def suspect(self) -> str | None:
+        """Why the process may be dead, or None: it is silent, and its lease is not over."""
+        return "its process gives no sign of life" if self._lives.is_silent else None
+
     def fence(self, reason: str) -> None:
         """Serve nothing more until a commit succeeds; what is under way fails now (retryable)."""
         self._fail_all(reason)

@@ -10,6 +10,7 @@ from rl_jax.settings import EngineSettings, ServeSettings
 PROGRAM = "rl_jax.remote.server_process"
 STORE_PROGRAM = "rl_jax.remote.store_process"
 LEARNER_PROGRAM = "rl_jax.learner_process"
+WORKER_PROGRAM = "rl_jax.remote.worker_host"
 FACTORY = f"{PROGRAM}:make_server"
 
 

@@ -1,6 +1,6 @@
 """The program of a worker process: many live environments, or scorers, behind JSON lines on stdin and stdout.
 
-    python -m rl_jax.rollout.env_process        started by rollout/process.py only
+    python -m rl_jax.rollout.env_process [--parent=PID]      started by rollout/place.py only
 
 Owns: the environments' instances. Invariants: requests are answered one at a time, in their order, one line each, and
 an answer is written before the next request is begun; so the driver knows that what hangs is the oldest request it has
@@ -32,6 +32,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, BinaryIO
 
+from rl_jax.child import die_with
 from rl_jax.rewards.check import checked
 from rl_jax.rollout import wire
 from rl_jax.types import Message
@@ -253,7 +254,9 @@ def serve(requests: BinaryIO, answers: int) -> None:
 
 
 def main() -> None:
-    """Serve on the process's own stdin and stdout."""
+    """Serve on the process's own stdin and stdout. --parent: a process, other than the driver, to die with."""
+    for word in sys.argv[1:]:
+        die_with(int(word.removeprefix("--parent=")))
     requests, answers = _take_pipes()
     faulthandler.enable()
     # The driver asks for the stack with this signal before it kills what hangs; C code in a loop answers too.

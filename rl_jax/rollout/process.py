@@ -1,11 +1,11 @@
 """One worker process as the driver sees it: the calls waiting on it, their deadlines, its end.
 
-Owns: the child process and the order of its calls. A worker answers in order, so the oldest call without an answer (the
-head) is the one it works at. Only the head's deadline runs, from the moment it became the head: a hang is blamed on the
-episode that hangs, however many wait behind it.
+Owns: the child process (place.py says where it runs) and the order of its calls. A worker answers in order, so the
+oldest call without an answer (the head) is the one it works at. Only the head's deadline runs, from the moment it
+became the head: a hang is blamed on the episode that hangs, however many wait behind it.
 
 Life
-    1. the constructor starts the child, in a session of its own with a clean environment, and asks it to import
+    1. the constructor starts the child, and asks it to import
     2. attach() to a loop; ready() when the imports are done; call() from then on. detach() and attach() again move it
     3. the child dies, breaks the protocol, or its head passes its deadline: it is killed with all it started (a hung
        one after it wrote its stack to the log); the head's call fails with the reason, the others with env_lost
@@ -17,22 +17,16 @@ Must not: know an environment, or start anything anew (worker.py does).
 import asyncio
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_jax.child import Log, clean_environment, exit_text
 from rl_jax.rollout import wire
-from rl_jax.rollout.pipe import LinePipe
+from rl_jax.rollout.place import Place
 from rl_jax.waits import Wait
 
-STACK_S = 0.2  # for a hung worker to write its stack
-EXIT_S = 5.0  # for a killed process to be gone
 CLOSE_S = 2.5  # for a closed worker to close its environments (env_process.CLOSE_S and some)
 LOGGED = ("env_error", "env_timeout", "env_died")  # faults that leave a trace in a worker's log
 
@@ -75,7 +69,8 @@ class Call(NamedTuple):
 class WorkerProcess:
     """One child. All methods on one thread at a time: the attached loop's."""
 
-    def __init__(self, name: str, init: Mapping[str, Any], limit: Limit):
+    def __init__(self, name: str, init: Mapping[str, Any], limit: Limit, place: Place):
+        """limit: of the imports, once the process is there. Raises: OSError where none can be started."""
         self.name = name
         self.num_live = 0  # environments opened and not closed; the pool counts them
         self.offers: dict[str, Any] | None = None  # tag -> {"splits", "script"}, once imported
@@ -90,24 +85,16 @@ class WorkerProcess:
         )
         self._ending: asyncio.Task | None = None
         self._on_death: Callable[[WorkerProcess], None] = lambda worker: None
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rl_jax.rollout.env_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=_worker_environment(),
-            start_new_session=True,
-        )
-        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
-        assert stdin and stdout and stderr, "Popen makes what PIPE asks for"
-        self.log = Log(name, stderr)
-        self._pipe = LinePipe(stdin, stdout)
-        self._exit_fd = _open_exit_fd(self._process.pid)
+        self._child = place.start(name)
+        if place.start_s:
+            setting = f"cluster.start_timeout_s={place.start_s:g} and {limit.setting}"
+            limit = Limit(place.start_s + limit.seconds, setting)
         self._post("init", f"import in {name}", limit, self._imported, init)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pid(self) -> int | None:
+        """Where it is one of this host."""
+        return self._child.pid
 
     @property
     def num_waiting(self) -> int:
@@ -133,20 +120,20 @@ class WorkerProcess:
     def attach(self, on_death: Callable[["WorkerProcess"], None]) -> None:
         """Work on the running loop from now on. on_death: once, after every waiting call has failed."""
         self._loop, self._on_death = asyncio.get_running_loop(), on_death
-        self._pipe.attach(self._loop, self._answered, lambda: self._begin_end("env_died"))
-        if self._exit_fd is not None:
-            self._loop.add_reader(self._exit_fd, self._exited)
-        self._pipe.drain()  # what was answered while nobody looked is not late
+        over = lambda: self._begin_end("env_died")
+        self._child.attach(self._loop, self._answered, over)
         self._watch_head()
 
     def detach(self) -> None:
         """Leave the loop; no call may be waiting but that for the imports."""
-        self._pipe.detach()
-        if self._loop is not None and self._exit_fd is not None:
-            self._loop.remove_reader(self._exit_fd)
+        self._child.detach()
         if self._watch is not None:
             self._watch.cancel()
         self._watch = self._loop = None
+
+    def open_log(self, log_dir: Path) -> None:
+        """Keep what it prints from now on."""
+        self._child.open_log(log_dir)
 
     async def ready(self) -> None:
         """Wait until the imports are done. Raises WorkerFault."""
@@ -176,12 +163,11 @@ class WorkerProcess:
     async def _close(self) -> None:
         self.fault = self.fault or WorkerFault("env_lost", f"{self.name} was closed")
         self.detach()
-        self._pipe.close_writer()
+        self._child.end_input()
         deadline_s = time.monotonic() + CLOSE_S
-        while self._process.poll() is None and time.monotonic() < deadline_s:
+        while not self._child.is_over and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
-        await self._kill()
-        self._close_files()
+        await self._child.kill()
         self._fail_calls(self.fault, self.fault)
 
     def _post(
@@ -197,7 +183,7 @@ class WorkerProcess:
         self._num_calls += 1
         if len(self._calls) == 1:
             self._new_head()
-        self._pipe.send(line)
+        self._child.send(line)
 
     def _answered(self, line: bytes) -> None:
         """One answer settles the head; anything else breaks the protocol."""
@@ -209,7 +195,7 @@ class WorkerProcess:
             if answer["i"] != call.number:
                 raise ValueError(f"answer {answer['i']} to call {call.number}")
         except (ValueError, KeyError, IndexError, AttributeError) as error:
-            self.log.note(f"broken protocol: {error} in {line[:200]!r}")
+            self._child.note(f"broken protocol: {error} in {line[:200]!r}")
             self._begin_end("env_died")
             return
         self._calls.popleft()
@@ -244,11 +230,6 @@ class WorkerProcess:
             else:
                 self._watch = asyncio.get_running_loop().call_later(left_s, self._watch_head)
 
-    def _exited(self) -> None:
-        """The process is gone, even if a child of its own still holds the pipe."""
-        self._pipe.drain()  # answers it wrote before
-        self._begin_end("env_died")
-
     def _begin_end(self, kind: str) -> None:
         if self._ending is None:
             self._ending = asyncio.get_running_loop().create_task(self._end(kind))
@@ -260,44 +241,20 @@ class WorkerProcess:
             kind, f"{self.name} is being killed"
         )  # no new call from now on
         self.detach()
-        if kind == "env_timeout":
-            self._signal(os.kill, signal.SIGUSR1)  # it writes its stack
-            await asyncio.sleep(STACK_S)
-        await self._kill()
-        self._close_files()
-        await asyncio.to_thread(self.log.drain)
-        detail = self._end_detail(kind)
+        stack = await self._child.stack() if kind == "env_timeout" else ""
+        await self._child.kill()
+        detail = self._end_detail(kind, stack)
         self.fault = import_fault or WorkerFault("env_import" if is_import else kind, detail)
         self._fail_calls(self.fault, self._lost())
         self._on_death(self)
 
-    def _end_detail(self, kind: str) -> str:
+    def _end_detail(self, kind: str, stack: str) -> str:
         head = self._calls[0] if self._calls else None
         what = head.what if head else f"{self.name} while idle"
         if kind == "env_timeout" and head is not None:
             took = f"{what} took more than {head.limit.setting}={head.limit.seconds:g}"
-            return f"{took}; it was at {_stack_head(self.log.tail())}"
-        return f"{what}: the process {exit_text(self._process.returncode, EXIT_S)}; {self.log.last_line()}"
-
-    def _close_files(self) -> None:
-        self._pipe.close()
-        if self._exit_fd is not None:
-            os.close(self._exit_fd)
-            self._exit_fd = None
-
-    async def _kill(self) -> None:
-        self._signal(os.killpg, signal.SIGKILL)
-        deadline_s = time.monotonic() + EXIT_S
-        while self._process.poll() is None and time.monotonic() < deadline_s:
-            await asyncio.sleep(0.005)
-
-    def _signal(self, send: Callable[[int, int], None], number: int) -> None:
-        # Only poll() reaps the child, so as long as it has no return code its id is nobody else's.
-        if self._process.returncode is None:
-            try:
-                send(self._process.pid, number)
-            except ProcessLookupError:
-                pass  # it has just ended
+            return f"{took}; it was at {_stack_head(stack)}"
+        return f"{what}: {self._child.how()}"
 
     def _fail_calls(self, head: WorkerFault, others: WorkerFault) -> None:
         calls, self._calls = self._calls, deque()
@@ -318,21 +275,6 @@ def _settle(future: asyncio.Future) -> Callable[[Any, WorkerFault | None], None]
             future.set_exception(fault)
 
     return done
-
-
-def _worker_environment() -> dict[str, str]:
-    # Tasks made from sets must be the same in every process and run. Many workers share the machine with the driver:
-    # maths libraries must not start a thread per core in each.
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    return {**clean_environment(), "PYTHONHASHSEED": "0", **threads}
-
-
-def _open_exit_fd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; None where the system has none."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
 
 
 def _stack_head(log: str) -> str:

@@ -32,7 +32,7 @@ from rl_jax.rollout.curriculum import ANY
 from rl_jax.rollout.dispatcher import Dispatcher
 from rl_jax.rollout.episode import EpisodeRules, EpisodeTools
 from rl_jax.rollout.evaluation import EvalResult, Evaluation, EvaluationFailed
-from rl_jax.rollout.player import Player
+from rl_jax.rollout.player import FleetExhausted, Player
 from rl_jax.rollout.reward_service import RewardService
 from rl_jax.rollout.scripted import ScriptPlan, scripted_trajectories
 from rl_jax.rollout.selection import dropped_counts
@@ -96,6 +96,8 @@ class Rollout:
         )
         workers = self.settings.env_workers * self.settings.envs_per_worker
         sampler, tags = self.sampler, self.buffer.tags
+        # Why no server will ever decode any more, or None; on the loop. Set before `start`.
+        self.gone: Callable[[], str | None] = lambda: None
         self._slots = Slots(sampler.capacity, self._places, tags, workers, self.pool.limits)
         tools = EpisodeTools(
             self.sampler,
@@ -136,7 +138,7 @@ class Rollout:
         self._slots.check()
         self._thread.start()
         try:
-            self._call(self._begin(), self.settings.start_timeout_s + SLACK_S)
+            self._call(self._begin(), self.pool.start_limit_s + SLACK_S)
         except BaseException:
             self.close()
             raise
@@ -374,7 +376,7 @@ class Rollout:
         self._loop.run_forever()
 
     async def _begin(self) -> None:
-        limit_s = self.settings.start_timeout_s + SLACK_S / 2
+        limit_s = self.pool.start_limit_s + SLACK_S / 2
         late = EnvError("env_import", f"the environments did not start within {limit_s:g} s")
         await within(limit_s, self.pool.start(), late)
         self._dispatcher.version = self.sampler.version()
@@ -383,6 +385,8 @@ class Rollout:
     async def _tick(self) -> None:
         while True:
             self._ticked_s = time.monotonic()
+            if (why := self.gone()) is not None:  # no turn may be under way that would fail of it
+                self._fail(FleetExhausted(f"no decode server is left: {why}"))
             await asyncio.sleep(TICK_S)
             self._guarded(self._dispatcher.handle, Tick())
 

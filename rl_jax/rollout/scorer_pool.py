@@ -11,12 +11,13 @@ Invariants
     that ended more often than that without a score in between sets `failed`, and every later call is told.
     With keep_alive_s nothing runs until it is asked for: a worker is started for a call that finds none free, and
     ended when it had no call for so long. Without it all workers start at once and stay.
+    Where they run is a Place's (place.py): this host, or the nodes of a cluster, by the same code.
 
 There is no pool of threads: a thread cannot be killed, so a scorer in one that hangs (a regex, SymPy) is there for
 good; a call of a worker costs a fraction of a millisecond (benchmarks/reward_service.py), which is what threads save.
 
-Life: spawn() starts what stays; await check() until it is imported, on any loop; start() on the loop's thread; score();
-close(). Must not: know the ledger, or what a reward is used for.
+Life: spawn() starts what stays; await check() until it is imported, on any loop; move() if they are to run elsewhere;
+start() on the loop's thread; score(); close(). Must not: know the ledger, or what a reward is used for.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple, Protocol
 from rl_jax.clock import now_s
 from rl_jax.rewards.check import failed
 from rl_jax.rollout import wire
+from rl_jax.rollout.place import LocalPlace, Place
 from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess, told
 from rl_jax.settings import RewardSettings
 from rl_jax.types import EpisodeView, Reward, Task
@@ -69,6 +71,11 @@ class Scorers(Protocol):
         ...
 
 
+def scorer_names(num: int) -> list[str]:
+    """Of the places of so many workers."""
+    return [f"reward_{i}" for i in range(num)]
+
+
 def pause_s(num_endings: int) -> float:
     """Seconds before a place whose worker ended so many times in a row has another one."""
     late = num_endings - FREE_RESTARTS - 1
@@ -88,10 +95,11 @@ class ScorerPool:
         keep_alive_s: float | None = None,
         counts: Counter[str] | None = None,
         of_turns: Iterable[str] = (),
+        scouts: int | None = None,
     ):
         """scorers: name -> "package.module:attribute". counts: reward_env_timeout, ..., restarts, reward_restarts.
 
-        of_turns: names of those that must score turns.
+        of_turns: names of those that must score turns. scouts: most workers before move(); None = all.
         """
         self.failed: str | None = None
         self.on_failed: Callable[[str], None] = lambda detail: None
@@ -111,7 +119,9 @@ class ScorerPool:
             "of_turns": sorted(of_turns),
             "max_obs_bytes": 0,
         }
-        self._places = [f"reward_{i}" for i in range(settings.workers if scorers else 0)]
+        self._place: Place = LocalPlace()
+        self._places = scorer_names(settings.workers) if scorers else []
+        self._scouts = len(self._places) if scouts is None else scouts
         self._workers: dict[str, WorkerProcess] = {}
         self._taken: set[WorkerProcess] = set()
         self._waiting: deque[asyncio.Future[WorkerProcess]] = deque()
@@ -126,7 +136,7 @@ class ScorerPool:
     def spawn(self) -> None:
         """Start what stays; returns at once."""
         if self._keep_alive_s is None:
-            for name in self._places:
+            for name in self._places[: self._scouts]:
                 if name not in self._workers:
                     self._workers[name] = self._new_worker(name)
 
@@ -142,13 +152,19 @@ class ScorerPool:
         for worker in self._workers.values():
             worker.detach()
 
+    async def move(self, place: Place) -> None:
+        """Between check() and start(): those that there are end, and what stays is started there."""
+        await asyncio.gather(*(worker.close() for worker in self._workers.values()))
+        self._workers, self._place, self._scouts = {}, place, len(self._places)
+        self.spawn()
+
     async def start(self) -> None:
         """Take the workers onto the running loop."""
         self._is_started = True
         for name, worker in self._workers.items():
             worker.attach(self._died)
             if self.log_dir is not None:
-                worker.log.open(self.log_dir)
+                worker.open_log(self.log_dir)
             self._is_free(name)
 
     async def close(self) -> None:
@@ -283,7 +299,7 @@ class ScorerPool:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def _new_worker(self, name: str) -> WorkerProcess:
-        return WorkerProcess(name, self._init, self._start_limit)
+        return WorkerProcess(name, self._init, self._start_limit, self._place)
 
     async def _begin(self, name: str) -> None:
         """A worker of this place, after the pause that its endings have earned."""
@@ -291,7 +307,7 @@ class ScorerPool:
         worker = self._workers[name] = self._new_worker(name)
         worker.attach(self._died)
         if self.log_dir is not None:
-            worker.log.open(self.log_dir)
+            worker.open_log(self.log_dir)
         self.counts["reward_starts"] += 1
         with suppress(WorkerFault):  # _died has been told, and decides anew
             await worker.ready()

@@ -17,6 +17,7 @@ Life
     1. spawn():    processes start and import in the background (call it before importing what is slow)
     2. prepare():  blocks until imports are done and all task lists are there: list_tasks(), splits(), has_script(),
                    and first_observations()
+       move():     from then on they run elsewhere (place.py): those of this host, which listed the tasks, end
     3. start():    on the loop's thread; then open() -> EnvHandle, reset(), step(), script(), close()
     4. close():    environments are closed, processes ended
 
@@ -36,6 +37,7 @@ from rl_jax.rewards import REWARDS
 from rl_jax.rollout import wire
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.rollout.http_scorers import HttpScorers, ServiceError
+from rl_jax.rollout.place import LocalPlace, Place
 from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess, told
 from rl_jax.rollout.scorer_pool import Answer, ScorerPool, pause_s
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
@@ -142,8 +144,11 @@ class EnvPool:
         settings: RolloutSettings,
         rewards: RewardSettings | None = None,
         log_dir: Path | None = None,
+        *,
+        scouts: int | None = None,
     ):
         """log_dir: where each worker's output is kept from start() on (may be set until then); None = only its tail.
+        scouts: most workers of a kind before move(), where that will be called; None = all.
 
         Raises: ValueError for an unknown environment or reward, or a tag that occurs twice.
         """
@@ -170,9 +175,12 @@ class EnvPool:
         scorers = {name: _target("reward", name, REWARDS) for name in sorted(names)}
         common = {"max_obs_bytes": settings.max_obs_bytes}
         self._inits = {
-            f"env_{i}": common | {"sources": env_sources, "scorers": {}}
-            for i in range(settings.env_workers)
+            name: common | {"sources": env_sources, "scorers": {}}
+            for name in env_names(settings.env_workers)
         }
+        self._place: Place = LocalPlace()
+        self._scouts = settings.env_workers if scouts is None else scouts
+        self._has_moved = False
         self.scorers: ScorerPool | HttpScorers
         if rewards.url:
             self.scorers = HttpScorers(scorers, rewards, counts=self.counts)
@@ -182,8 +190,10 @@ class EnvPool:
                 rewards,
                 self._start_limit,
                 max_endings=settings.max_env_failures,
+                keep_alive_s=rewards.keep_alive_s or None,
                 counts=self.counts,
                 of_turns={source.turn_reward for source in sources},
+                scouts=scouts,
             )
             self.scorers.on_failed = self._scorers_failed
         self._workers: dict[str, WorkerProcess] = {}
@@ -199,7 +209,7 @@ class EnvPool:
 
     def spawn(self) -> None:
         """Start the processes; returns at once."""
-        for name in self._inits:
+        for name in list(self._inits)[: self._scouts]:
             if name not in self._workers:
                 self._workers[name] = self._new_worker(name)
         self.scorers.spawn()
@@ -210,6 +220,24 @@ class EnvPool:
         Raises: EnvError naming the environment and its own error; no process is left then.
         """
         run_blocking(self._prepare())
+
+    def move(self, place: Place) -> None:
+        """After prepare(): workers run there from now on, all of them. They are started at once, and start() waits for
+        them. Raises: OSError where no process can be started."""
+        run_blocking(self._move(place))
+
+    async def _move(self, place: Place) -> None:
+        await asyncio.gather(*(worker.close() for worker in self._workers.values()))
+        self._workers, self._place, self._has_moved = {}, place, True
+        self._scouts = len(self._inits)
+        if isinstance(self.scorers, ScorerPool):
+            await self.scorers.move(place)
+        self.spawn()
+
+    @property
+    def start_limit_s(self) -> float:
+        """That start() may take."""
+        return self._place.start_s + self._start_limit.seconds
 
     def splits(self, tag: str) -> tuple[str, ...]:
         """The splits that a tag's environment has."""
@@ -353,15 +381,21 @@ class EnvPool:
         return envs + self.scorers.waits()
 
     async def start(self) -> None:
-        """Take the prepared workers onto the running loop. Raises EnvError, as prepare(), if not prepared before."""
+        """Take the prepared workers onto the running loop. Raises EnvError, as prepare(), if not prepared before, or
+        where they do not come to the place they were moved to."""
         if not self._offers:
             await self._prepare()
         for worker in self._workers.values():
             worker.attach(self._died)
             if self.log_dir is not None:
-                worker.log.open(self.log_dir)
+                worker.open_log(self.log_dir)
         self.scorers.log_dir = self.log_dir
         await self.scorers.start()
+        if self._has_moved:
+            try:
+                await asyncio.gather(*[worker.ready() for worker in list(self._workers.values())])
+            except WorkerFault as fault:
+                raise self.charge(fault) from None
 
     async def open(self, task: Task, uid: str, seed: int) -> EnvHandle:
         """A place for an episode of `task`, in the worker with the fewest; waits for one if all are taken.
@@ -455,7 +489,7 @@ class EnvPool:
                 await self._place_free.wait()
 
     def _new_worker(self, name: str) -> WorkerProcess:
-        return WorkerProcess(name, self._inits[name], self._start_limit)
+        return WorkerProcess(name, self._inits[name], self._start_limit, self._place)
 
     def _died(self, worker: WorkerProcess) -> None:
         """Replace a worker that ended, unless its place has used up its budget."""
@@ -484,12 +518,17 @@ class EnvPool:
         worker = self._workers[name] = self._new_worker(name)
         worker.attach(self._died)
         if self.log_dir is not None:
-            worker.log.open(self.log_dir)
+            worker.open_log(self.log_dir)
         try:
             await worker.ready()
         except WorkerFault:
             return  # _died has been told, and decides anew
         self._place_free.set()
+
+
+def env_names(num: int) -> list[str]:
+    """Of the places of so many workers."""
+    return [f"env_{i}" for i in range(num)]
 
 
 def _is_known(tasks: Sequence[Task], found: Sequence[StepResult | EnvError | None]) -> bool:

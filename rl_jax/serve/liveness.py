@@ -1,5 +1,7 @@
 """Whether a server that has work stands still. Progress counts, not answers: one that compiles answers nobody.
 
+A server that has stood still for SUSPECT of its bound is suspect: it may be dead, and is alive again, with all it has,
+by any progress. Behind the bound it is dead.
 Invariants: time is counted look by look, and no more of it than two intervals a look, so that a pause of this whole
 process (a suspended machine, a stopped process) is nobody's death; a server that waits for something to do does not
 stand still; one that compiles may take serve.compile_deadline_s for a program.
@@ -14,6 +16,7 @@ from rl_jax.waits import Wait
 
 LOOK_S = 1.0  # between two looks, at most
 LOOKS = 4  # in a timeout, at least
+SUSPECT = 0.5  # of a bound
 
 
 def interval_s(settings: ServeSettings) -> float:
@@ -27,6 +30,7 @@ class _Seen:
     at_s: float
     since_s: float
     still_s: float = 0.0
+    bound_s: float = float("inf")
     doing: str = ""
     limit: str = ""
 
@@ -46,11 +50,18 @@ class Liveness:
         seen.still_s += min(now_s - seen.at_s, 2 * interval_s(settings))
         seen.at_s = now_s
         key = "compile_deadline_s" if progress.is_compiling else "progress_timeout_s"
-        bound_s = getattr(settings, key)
+        bound_s = seen.bound_s = getattr(settings, key)
         seen.doing, seen.limit = progress.doing, f"serve.{key}={bound_s:g}"
         if seen.still_s < bound_s:
             return None
         return f"no progress in serve.{key}={bound_s:g} s while {progress.doing}"
+
+    def suspects(self, name: str) -> str | None:
+        """Why the server may be dead, as of the last look, or None."""
+        seen = self._seen.get(name)
+        if seen is None or seen.still_s < SUSPECT * seen.bound_s:
+            return None
+        return f"no progress for {seen.still_s:.3g} s while {seen.doing} ({seen.limit})"
 
     def waits(self) -> list[Wait]:
         """Servers that have work and were seen to stand still. Any thread."""

@@ -18,6 +18,8 @@ servers answer from their threads through `call_soon_threadsafe`. Life of a turn
 3. The decode server answers, or the deadline passes and the turn is aborted there, or the server makes
    no progress for serve.progress_timeout_s (liveness.py): then it is fenced, and what waits for it ends
    with a retryable TurnError (a prefix is computed by the decode server instead).
+   From half of that time on, or while its process gives no sign of life, it is suspect: no new session and no
+   prefix goes to it then, where another one could have it; its sessions stay, and what waits for it goes on waiting.
 The preferred pools of a tag are the plan's, or under serve.affinity=auto those of the hardware class that affinity.py
 assigned it, from what turns cost; that changes for new sessions only.
 Which servers prefill and which decode may change meanwhile (serve.pd_balance, roles.py), for new sessions and new
@@ -51,7 +53,7 @@ log = logging.getLogger(__name__)
 
 COUNTERS = (
     "turns", "prefilled", "prefilled_suffixes", "prefill_fallbacks", "prefill_shared", "moved_sessions",
-    "stalled_servers", "deadlines", "errors",
+    "stalled_servers", "suspect_servers", "deadlines", "errors",
 )  # fmt: skip
 AFFINITY_SLACK = 0.25  # of a server's slots
 MAX_CONTEXTS = 4096  # remembered for affinity, the latest
@@ -144,6 +146,7 @@ class Router:
         self._servers = (*prefill, *decode)
         self._awaited: dict[str, set[asyncio.Future]] = {s.name: set() for s in self._servers}
         self._liveness = Liveness()
+        self._suspects: set[str] = set()
         self._look_s = min(interval_s(s.settings) for s in self._servers)
         self._looks_in: asyncio.AbstractEventLoop | None = None  # where the next look will be
         self._counters = dict.fromkeys(COUNTERS, 0)
@@ -243,12 +246,27 @@ class Router:
         live = [server for server in self._roles.decode if server.fenced is None]
         return live or [server for server in self._roles.holders if server.fenced is None]
 
+    def _well(self, servers: Sequence[Any]) -> list[Any]:
+        """Those that are not suspect; all of them where none is left."""
+        return [server for server in servers if not self._is_suspect(server)] or list(servers)
+
+    def _is_suspect(self, server: Any) -> bool:
+        why = self._liveness.suspects(server.name) or getattr(server, "suspect", None)
+        if why is not None and server.name not in self._suspects:
+            log.warning("%s is suspect, and gets nothing new: %s", server.name, why)
+            self._counters["suspect_servers"] += 1
+            self._suspects.add(server.name)
+        elif why is None and server.name in self._suspects:
+            log.info("%s is not suspect any more", server.name)
+            self._suspects.discard(server.name)
+        return why is not None
+
     def _place(self, request: TurnRequest) -> tuple[Placed, bool]:
         """The session's server, and whether the session lost another one since its last turn."""
         placed = self._sessions.get(request.session)
         if placed is not None and placed.server.fenced is None:
             return placed, False
-        live = self._homes_now()
+        live = self._well(self._homes_now())
         held = self._live_sessions()
         load = {s.name: held[s.name] / s.engine.settings.slots for s in live}
         choices = [server for server in live if server.pool == request.place]
@@ -282,7 +300,7 @@ class Router:
     async def _prefix(self, flight: Flight, deadline: float) -> Prefix | None:
         """The context's KV from a prefill server, or None where the decode server shall make it."""
         request, decode = flight.request, flight.decode
-        servers = self._choices(request.tag, self._roles.prefill)
+        servers = self._well(self._choices(request.tag, self._roles.prefill))
         if (
             not servers
             or decode in self._roles.prefill

@@ -98,21 +98,25 @@ class EvenEnv:
 
     def __init__(self):
         self._left = self._turns = 0
+        self._step_s = 0.0
 
     @classmethod
     def tasks(cls, cfg: Mapping[str, Any], split: str) -> Sequence[Task]:
         config: EchoConfig = read_config(EchoConfig, cfg)
+        asked = {"turns": config.turns} | ({"step_s": config.step_s} if config.step_s else {})
         return [
-            Task(f"{split}/{i}", "even", "even", (), {"turns": config.turns, "number": i}, "env", 8)
+            Task(f"{split}/{i}", "even", "even", (), {**asked, "number": i}, "env", 8)
             for i in range(config.num_tasks)
         ]
 
     def reset(self, task: Task, seed: int) -> StepResult:
         self._left = self._turns = task.payload["turns"]
+        self._step_s = task.payload.get("step_s", 0.0)
         return StepResult((Message("user", f"even {task.payload['number']}"),))
 
     def step(self, action: Action) -> StepResult:
         self._left -= 1
+        time.sleep(self._step_s)
         is_even = action.text[:1] != "" and ord(action.text[0]) % 2 == 0
         reward = is_even / self._turns
         if not self._left:

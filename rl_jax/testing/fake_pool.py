@@ -28,6 +28,7 @@ class FakePool:
     fail: Callable[[str, str], EnvError | None] = lambda verb, uid: None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     limits: Mapping[str, int] = field(default_factory=dict)  # by tag, as tasks.sources[..].max_live
+    start_limit_s: float = 60.0
     # What happened, for assertions:
     counts: Counter[str] = field(default_factory=Counter)
     num_opened: int = 0

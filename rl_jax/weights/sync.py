@@ -2,8 +2,8 @@
 
 Owns: the published version, and which servers take part. Life of one sync (steps 1 and 2 together, and each half of
 step 3, have `deadline_s`; a server that lets it pass is out, and the others get it anew):
-1. Each bucket is sent (a transport), and each server stages it in shadow buffers while it goes on serving the old
-   version. At most IN_FLIGHT buckets are under way, which bounds memory.
+1. Each bucket is sent (a transport, on the train lane, so that it has the deadline, too), and each server stages it in
+   shadow buffers while it goes on serving the old version. At most IN_FLIGHT buckets are under way: a bound on memory.
 2. Each server's digest of what it staged must equal the train state's, parameter by parameter.
 3. Prefill servers commit, then decode servers: each swaps pointers between two of its blocks and acknowledges.
 4. Only then is the version published.
@@ -11,14 +11,15 @@ Ends: PUBLISHED: every server; PARTIAL: some servers are fenced, at least one de
 ABORTED: nothing was committed, all discarded, the old version serves everywhere; FAILED: commits began and no decode
 server acknowledged, so no version can be relied on.
 Invariants: a server that failed in any phase, or may hold another version than the published one, is fenced before
-publish returns; it is refitted by the next sync it gets through, unless it is still stuck in a call; the version only
-rises; every server call is made from that server's lane with a deadline; calls of one sync carry one sync_id, so a
-repeated call is harmless.
+publish returns; it is refitted by the next sync it gets through, unless it is still stuck in a call, or its digest was
+wrong max_digest_failures times in a row: then it is removed, fenced for good. The version only rises; every server call
+is made from that server's lane with a deadline; calls of one sync carry one sync_id, so a repeated call is harmless.
 Must not: retry (the driver's), read servers' state, or hold a lock.
 """
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -65,6 +66,9 @@ class WeightSync:
         self._targets = {t.name: t for t in targets}
         self._lanes = {name: Lane(name) for name in (*self._targets, "train")}
         self._fenced: dict[str, str] = {}  # server -> why
+        self._mismatches: Counter[str] = (
+            Counter()
+        )  # digests in a row that were not the train state's
         self._attempts = 0
         self._last: SyncResult | None = None
 
@@ -99,12 +103,30 @@ class WeightSync:
             lane.close(timeout_s=1.0)
 
     def taking_part(self) -> dict[str, SyncTarget]:
-        """Servers the next sync is for: all but those fenced that are still stuck in a call."""
+        """Servers the next sync is for: all but those removed, and those fenced that are still stuck in a call."""
         return {
             name: t
             for name, t in self._targets.items()
-            if not (name in self._fenced and self._lanes[name].is_stuck)
+            if name not in self.removed
+            and not (name in self._fenced and self._lanes[name].is_stuck)
         }
+
+    @property
+    def removed(self) -> frozenset[str]:
+        """Servers that no sync is for any more."""
+        most = self.settings.max_digest_failures
+        return frozenset(name for name, num in self._mismatches.items() if num >= most)
+
+    def mismatch(self, name: str, why: str) -> str:
+        """The server's digest was another one. Returns: why it fails this sync, or every one from now on."""
+        self._mismatches[name] += 1
+        if name not in self.removed:
+            return why
+        limit = f"weights.max_digest_failures={self.settings.max_digest_failures}"
+        why = f"removed, as {self._mismatches[name]} digests in a row were wrong ({limit}): {why}"
+        log.error("server %s is %s", name, why)
+        self.fence(name, why)  # also where the sync as a whole leaves the old version serving
+        return why
 
     def fence(self, name: str, why: str) -> None:
         self._fenced[name] = why
@@ -112,6 +134,7 @@ class WeightSync:
 
     def refitted(self, name: str) -> None:
         self._fenced.pop(name, None)
+        del self._mismatches[name]
 
 
 class _Attempt:
@@ -155,8 +178,8 @@ class _Attempt:
         staging: list[dict[str, Future]] = []
         for bucket in self.sync.plan.buckets:
             try:
-                sent = self.sync._transport.send(self.params, bucket.names, list(self.good()))
-            except Exception as error:  # the boundary to XLA: out of memory, a dead device
+                sent = self.send(bucket)
+            except Exception as error:  # the boundary to XLA: out of memory, a dead device, a hang
                 return f"bucket {bucket.index} could not be sent from the train mesh: {error}"
             calls = {}
             for name in self.good():
@@ -174,6 +197,15 @@ class _Attempt:
         for calls in staging:
             self.staged(calls, "the last buckets to be staged")
         return None
+
+    def send(self, bucket: Bucket) -> dict[str, Arrays]:
+        """Raises: Overdue, and what the transport raises."""
+        send = self.sync._transport.send
+        asked = (self.params, bucket.names, list(self.good()))
+        if isinstance(self.params, Elsewhere):
+            return send(*asked)  # has a deadline of its own, and restarts processes on this thread
+        what = f"bucket {bucket.index} to be sent ({self.sync.settings.deadline_s:g} s, weights.deadline_s)"
+        return wait(self.call("train", send, *asked), self.deadline, what)
 
     def staged(self, calls: Mapping[str, Future], what: str) -> None:
         self.link_bytes += sum(self.collect(calls, what).values())
@@ -193,7 +225,8 @@ class _Attempt:
         for name, got in self.collect(self.digests, "its digest").items():
             if differing := want.differing(got):
                 more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-                self.failed[name] = f"digest differs for parameter {differing[0]}{more}"
+                why = f"digest differs for parameter {differing[0]}{more}"
+                self.failed[name] = self.sync.mismatch(name, why)
         return None
 
     def source_digest(self) -> Digest:

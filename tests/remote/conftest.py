@@ -266,7 +266,9 @@ def ray_nodes():
     except Exception as error:  # the boundary to another's program: no Ray, no test
         network.close()
         pytest.skip(f"Ray does not start here: {error}")
-    yield SimpleNamespace(cluster=cluster, second=second, address=cluster.address)
+    nodes = SimpleNamespace(cluster=cluster, second=second, address=cluster.address)
+    nodes.nodes = lambda: (cluster.head_node, nodes.second)
+    yield nodes
     ray.shutdown()
     cluster.shutdown()
     network.close()

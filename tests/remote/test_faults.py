@@ -118,6 +118,47 @@ def test_server_lost_in_a_sync_is_fenced_and_refitted_by_the_next_one(world, kit
     assert world.is_clean(request, turn) and set(turn.versions.tolist()) == {world.version}
 
 
+def test_silent_process_is_suspect_and_gets_nothing_new_and_needs_no_refit_if_it_goes_on(
+    world, kit, monkeypatch
+):
+    """Between healthy and dead: new sessions go elsewhere, what it has waits, and a sign of life ends it."""
+    router, (stopped, well) = world.router(), world.decode
+    channel = stopped._lives.channel
+    # Far off, so that a starved test is not overtaken by the death.
+    monkeypatch.setattr(channel, "settings", replace(channel.settings, lease_s=30.0))
+    restarts, pid = stopped.stats()["restarts"], stopped.pid
+    placed = lambda request: router._sessions[request.session].server
+
+    async def play():
+        first = kit.ask("mine")
+        turn = await router.generate(first)
+        assert placed(first) is stopped
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            while stopped.suspect is None:
+                await asyncio.sleep(0.01)
+            history = [*first.tokens.tolist(), *turn.tokens.tolist(), 9]
+            waiting = asyncio.create_task(router.generate(kit.ask("mine", history, turn=1)))
+            others = [kit.ask(f"new{i}", range(1, 4 + i)) for i in range(3)]
+            await asyncio.gather(*map(router.generate, others))
+            assert {placed(request) for request in others} == {well}
+            assert not waiting.done() and stopped.fenced is None
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        turn = await waiting
+        assert placed(first) is stopped and set(turn.versions.tolist()) == {world.version}
+        assert stopped.suspect is None
+        last = kit.ask("last", (9, 9, 9))
+        await router.generate(last)
+        assert placed(last) is stopped, "it has the fewest sessions"
+
+    (failed,) = kit.together(play())
+    if failed is not None:
+        raise failed
+    assert router.stats()["suspect_servers"] == 1 and stopped.fenced is None
+    assert (stopped.stats()["restarts"], stopped.pid) == (restarts, pid)
+
+
 def test_fence_fails_requests_at_once_though_the_process_is_stopped_and_drops_its_answers(
     world, kit
 ):

@@ -1,13 +1,19 @@
-"""Ray starts the processes: placed by hardware, lost with actor or node, and refused before anything waits for them."""
+"""Ray starts the processes: placed by hardware, lost with actor or node, and refused before anything waits for them;
+and a whole job, of which every role but the driver is a process of some node."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -21,6 +27,35 @@ from rl_jax.testing.fake_servers import fake_spec
 pytestmark = pytest.mark.slow(seconds=40)
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 ray_cluster = pytest.importorskip("rl_jax.ray_cluster")
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 4
+ROLES = ("prefill.0", "decode.0", "learner.0", "env_0", "reward_0")
+MESH = """
+from ml_collections import ConfigDict
+
+
+def get_config():
+    pool = lambda name: ConfigDict({"name": name, "kind": name, "devices": 1})
+    pools = [pool("prefill"), pool("decode"), pool("train")]
+    return ConfigDict({"name": "three", "platform": "cpu", "pools": pools})
+"""
+SCORED = """
+from tests import job_config
+
+
+def get_config():
+    config = job_config.get_config()
+    config.tasks.sources[0].shaping = {"brevity": 0.1}
+    return config
+"""
+WORDS = (
+    "--config.cluster.backend=ray",
+    "--config.cluster.learner_processes=1",
+    "--config.cluster.env_hardware=h200",
+    "--config.cluster.scorer_hardware=h200",
+    f"--config.steps={STEPS}",
+)
 
 
 @pytest.fixture
@@ -65,8 +100,9 @@ def test_what_fits_one_by_one_and_not_together_is_named(made):
     _, specs, _ = made("", "h200", "h200", "cpu")
     assert ray_cluster.missing(specs, nodes) == ""
     _, specs, _ = made("", "h200", "h200", "h200")
-    assert "3 servers take h200: 3 in all, and the Ray cluster has h200: 2" in ray_cluster.missing(
-        specs, nodes
+    assert (
+        "3 processes take h200: 3 in all, and the Ray cluster has h200: 2"
+        in ray_cluster.missing(specs, nodes)
     )
     assert "decode.0 takes CPU: 1, h200: 1 of one Ray node" in ray_cluster.missing(specs, [])
 
@@ -130,6 +166,108 @@ def test_store_comes_to_its_servers_node_and_takes_a_version_once(made, kit, ray
         server.close()
         store.close()
         carriers.close()
+
+
+def roles():
+    """Name in the plan -> its process, of those that run."""
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or ()
+        named = [word[9:] for word in words if word.startswith("--server=")]
+        if named and any(word.startswith("--parent=") for word in words):
+            found[named[0]] = process
+    return found
+
+
+def raylet_of(process):
+    return next(p.pid for p in process.parents() if p.name() == "raylet")
+
+
+def num_steps(run):
+    path = run / "metrics.jsonl"
+    return path.read_text().count('optim/grad_norm"') if path.exists() else 0
+
+
+def watch(run, found, kill):
+    """After the first step: where each role runs; then `kill`, if any, is killed."""
+    while num_steps(run) < 1:
+        time.sleep(0.01)
+    now = roles()
+    found.update({name: raylet_of(process) for name, process in now.items()})
+    if kill:
+        (worker,) = now[kill].children()
+        worker.kill()
+        found["killed"] = worker.pid
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trained(run):
+    return {
+        (line["uid"], line["step"]): line["sha256"]
+        for line in lines(run / "ledger.jsonl")
+        if line["state"] == "TRAINED"
+    }
+
+
+def test_all_roles_run_on_rays_nodes_and_a_killed_worker_changes_nothing(ray_nodes, tmp_path):
+    """Before the tests that start another Ray beside the shared one: after that, Ray 2.60's head takes a new driver for
+    dead, and cancels its actors."""
+    (tmp_path / "three.py").write_text(MESH)
+    (tmp_path / "scored.py").write_text(SCORED)
+    raylets = [node.all_processes["raylet"][0].process.pid for node in ray_nodes.nodes()]
+    for name, kill in (("calm", ""), ("killed", "env_0")):
+        run, found = tmp_path / name, {}
+        watcher = threading.Thread(target=watch, args=(run, found, kill), daemon=True)
+        watcher.start()
+        words = [
+            f"--config={tmp_path / 'scored.py'}",
+            f"--run_dir={run}",
+            "--config.run_id=r",
+            *WORDS,
+        ]
+        words += [
+            f"--mesh={tmp_path / 'three.py'}",
+            f"--config.cluster.address={ray_nodes.address}",
+        ]
+        command = [sys.executable, "-m", "rl_jax.launch", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-2000:]
+        watcher.join(10)
+        killed = found.pop("killed", None)
+        assert sorted(found) == sorted(ROLES) and set(found.values()) <= set(raylets)
+        assert found["env_0"] == found["reward_0"] == raylets[1], "where their hardware is"
+        assert json.loads((run / "STATUS.json").read_text())["state"] == "done"
+        once = Counter(uid for uid, _ in trained(run))
+        assert len(once) == STEPS * 4 and set(once.values()) == {1}
+        assert not roles(), "processes end with the run"
+        rows = lines(run / "metrics.jsonl")
+        restarts = max(row.get("envs/restarts", 0) for row in rows)
+        assert restarts == bool(kill) and (killed is None or not psutil.pid_exists(killed))
+    assert trained(tmp_path / "killed") == trained(tmp_path / "calm")
+
+
+def test_weights_go_past_rays_object_store(made, kit, ray_nodes):
+    """Ray's store of the objects that calls give and take lies in /dev/shm: a version of weights leaves it as it was,
+    and an object of the same size does not."""
+    starter, specs, server = made(ray_nodes.address, "h200")
+    used = lambda: shutil.disk_usage("/dev/shm").used
+    weights = np.zeros(8 << 20, np.int32)
+    starter.open(specs)
+    server.start()
+    try:
+        server.wait_ready(kit.PATIENCE_S)
+        before = used()
+        assert server.stage("v1", 1, 0, {"offset": weights}) == weights.nbytes
+        server.discard("v1")
+        assert used() - before < weights.nbytes // 4
+        held = ray.put(weights)
+        assert used() - before >= weights.nbytes, "or this test sees nothing"
+        del held
+    finally:
+        server.close()
 
 
 def test_ray_of_this_host_alone_is_started_with_what_the_plan_takes_and_ended(made):
@@ -211,9 +349,8 @@ os._exit(0)
 
 
 def test_what_listens_at_the_address_and_is_no_ray_is_told_in_time(kit):
-    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, cwd=root
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, cwd=ROOT
     )
     assert "told: there is no Ray at 127.0.0.1:" in done.stdout, done.stderr
     assert "Ray did not answer within 3 s" in done.stdout

@@ -15,18 +15,21 @@ GOOD = TaskSource(tag="good", env="rl_jax.testing.envs:EchoEnv")
 class Bench:
     """A started pool on a loop of its own."""
 
-    def __init__(self, sources, log_dir=None, rewards=None, look=(), **settings):
-        """look: tags whose first observation is asked for before the start."""
+    def __init__(self, sources, log_dir=None, rewards=None, look=(), place=None, **settings):
+        """look: tags whose first observation is asked for before the start. place: the workers move to, before it."""
         settings = {
             "step_timeout_s": TIMEOUT_S,
             "reset_timeout_s": TIMEOUT_S,
             "max_obs_bytes": MAX_OBS_BYTES,
         } | settings
-        self.pool = EnvPool(sources, RolloutSettings(**settings), rewards, log_dir)
+        scouts = None if place is None else 1
+        self.pool = EnvPool(sources, RolloutSettings(**settings), rewards, log_dir, scouts=scouts)
         self.pool.prepare()
         if look:
             tasks = [self.pool.list_tasks(tag, "train")[0] for tag in look]
             self.seen = self.pool.first_observations(tasks, seed=1, patience_s=0.5)
+        if place is not None:
+            self.pool.move(place)
         self.loop = asyncio.new_event_loop()
         self.run(self.pool.start())
 

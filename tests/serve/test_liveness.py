@@ -65,6 +65,22 @@ def test_what_stands_still_is_told_before_it_counts_as_dead():
     assert liveness.waits() == []
 
 
+def test_what_stands_still_for_half_of_its_bound_is_suspect_until_it_moves():
+    liveness, settings = Liveness(), ServeSettings(progress_timeout_s=8.0, compile_deadline_s=40.0)
+    hung = Progress(7, "generating", False, False)
+    suspects = []
+    for num in range(7):
+        assert liveness.look("decode.0", hung, settings, 100.0 + num) is None
+        suspects.append(liveness.suspects("decode.0") is not None)
+    assert suspects == [False] * 4 + [True] * 3
+    why = "no progress for 6 s while generating (serve.progress_timeout_s=8)"
+    assert liveness.suspects("decode.0") == why and liveness.suspects("decode.1") is None
+    liveness.look("decode.0", hung._replace(is_compiling=True), settings, 107.0)
+    assert liveness.suspects("decode.0") is None, "what compiles has another bound"
+    liveness.look("decode.0", hung._replace(num_done=8), settings, 108.0)
+    assert liveness.suspects("decode.0") is None
+
+
 @pytest.mark.slow
 def test_a_hung_block_is_fenced_and_its_turns_finish_elsewhere(kit):
     servers = [kit.decode(name=f"decode.{i}", **QUICK) for i in range(2)]

@@ -203,6 +203,58 @@ def test_corrupt_shard_on_the_only_decode_server_aborts_and_a_retry_can_succeed(
     assert f.sync.publish(f.train.params, 1).state == "PUBLISHED"
 
 
+def test_server_whose_digests_are_wrong_in_a_row_is_removed_and_not_asked_again(fleet):
+    f = fleet(faults={"decode.0": corrupt(shard=0)}, max_digest_failures=2)
+    bad = f.servers["decode.0"]
+    assert f.sync.publish(f.train.params, 0).state == "PARTIAL" and not f.sync.removed
+    well, bad._fault = bad._fault, lambda phase, s: None
+    assert f.sync.publish(f.train.params, 1).state == "PUBLISHED"  # which ends the row
+    bad._fault = well
+    assert f.sync.publish(f.train.params, 2).state == "PARTIAL" and not f.sync.removed
+    result = f.sync.publish(f.train.params, 3)
+    why = (
+        "removed, as 2 digests in a row were wrong (weights.max_digest_failures=2): digest differs"
+    )
+    assert result.state == "PARTIAL" and why in result.detail and why in bad.fenced
+    f.flush()
+    asked, bad._fault = list(bad.calls), lambda phase, s: None
+    result = f.sync.publish(f.train.params, 4)
+    assert (result.state, result.fenced) == ("PARTIAL", ("decode.0",)) and why in result.detail
+    assert bad.calls == asked and bad.fenced and f.servers["decode.1"].version == 4
+
+
+def test_last_decode_server_that_is_removed_ends_every_sync_by_its_cause(fleet):
+    f = fleet(faults={"decode.0": corrupt(shard=0)}, decode=1, max_digest_failures=2)
+    for _ in range(2):
+        assert f.sync.publish(f.train.params, 0).state == "ABORTED"
+    start, result = time.monotonic(), f.sync.publish(f.train.params, 0)
+    assert (result.state, result.fenced) == ("ABORTED", ("decode.0",))
+    assert result.detail.startswith("no decode server is left; decode.0: removed, as 2 digests in")
+    assert not result.acked and time.monotonic() - start < 5
+
+
+def test_transport_that_hangs_ends_with_the_deadline(fleet):
+    release = threading.Event()
+
+    class Hanging(PackedCopy):
+        def send(self, params, names, targets):
+            release.wait(30)
+            return super().send(params, names, targets)
+
+    f = fleet(transport=Hanging, deadline_s=0.3)
+    start = time.monotonic()
+    result = f.sync.publish(f.train.params, 0)
+    assert result.state == "ABORTED" and time.monotonic() - start < 5
+    assert "bucket 0 could not be sent from the train mesh: no answer by the deadline" in (
+        result.detail
+    )
+    assert "weights.deadline_s" in result.detail
+    release.set()
+    f.flush()
+    f.sync.settings = WeightSettings(deadline_s=30.0)
+    assert f.sync.publish(f.train.params, 0).state == "PUBLISHED"
+
+
 @pytest.mark.parametrize("phase", ["stage", "digest", "commit"])
 def test_server_that_raises_is_fenced_with_its_cause(fleet, phase):
     f = fleet(faults={"decode.0": fail(phase)})
