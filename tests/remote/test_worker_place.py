@@ -1,6 +1,7 @@
 """Workers of environments and scorers that the cluster starts: a driver cannot tell them from its own children."""
 
 import asyncio
+import contextlib
 import re
 import signal
 import subprocess
@@ -57,8 +58,9 @@ def processes():
     """(the program beside it, the worker) of each worker that lives."""
     found = []
     for child in psutil.Process().children():
-        if "rl_jax.remote.worker_host" in child.cmdline():
-            found += [(child, worker) for worker in child.children()]
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+            if "rl_jax.remote.worker_host" in child.cmdline():
+                found += [(child, worker) for worker in child.children()]
     return found
 
 
