@@ -147,10 +147,10 @@ def soak(num: int = 20_000) -> dict[str, Any]:
             "choices": world.api.num_choices, "connections": len(world.planes.public.server_state.connections),
         })  # fmt: skip
 
-    elsewhere(all_kinds, world.port, 1000, 16)  # what is made once is made
+    elsewhere(all_kinds, world.port, 1000, 5)  # what is made once is made
     look("after 1,000")
     start = time.monotonic()
-    ended = elsewhere(all_kinds, world.port, num, 16)
+    ended = elsewhere(all_kinds, world.port, num, 5)
     seconds = time.monotonic() - start
     look(f"after {num:,} more")
     figures = {"requests": num, "seconds": round(seconds, 1), "ended": ended, "rows": rows}

@@ -173,6 +173,8 @@ class Api:
         """Raises: ApiError 503 while the server ends, 429 where too much is under way."""
         if self.stopping:
             raise ApiError(503, self.stopping, None, "stopping", 5)
+        if num > self._most:
+            raise bad("n", f"asks for {num} choices; at most {self._most} may be under way here")
         if self.num_choices + num > self._most:
             ahead = max(0, self.num_choices - self._slots)
             after_s = min(60, max(1, math.ceil(ahead * self._choice_s / self._slots)))

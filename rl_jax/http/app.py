@@ -13,8 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from rl_jax.http.api import GETS, POSTS, Api, Handler
+from rl_jax.http.asks import Served
 from rl_jax.http.errors import ApiError
-from rl_jax.http.schemas import Body
+from rl_jax.http.schemas import TOKEN, Body
 from rl_jax.http.transport import send_bytes, send_json
 
 PAGE = Path(__file__).parent / "page"
@@ -86,7 +87,7 @@ def _add(
         response_model=None,
         include_in_schema=shown,
         responses={s: {"description": "an error", "content": _json(ERROR)} for s in statuses},
-        openapi_extra=None if kind is None else {"requestBody": _request_body(kind)},
+        openapi_extra=None if kind is None else {"requestBody": _request_body(kind, api.served)},
     )
 
 
@@ -103,8 +104,10 @@ def _json(schema: Any) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
 
-def _request_body(kind: type[Body]) -> dict[str, Any]:
-    """The schema of a body, with its parts written out, as an operation has no place for definitions."""
+def _request_body(kind: type[Body], served: Served) -> dict[str, Any]:
+    """The schema of a body: parts written out, as an operation has no place for definitions; the model's name and the
+    bounds of its tokens; and no other field, since those are refused.
+    """
     schema = kind.model_json_schema()
     parts = schema.pop("$defs", {})
 
@@ -112,7 +115,14 @@ def _request_body(kind: type[Body]) -> dict[str, Any]:
         if isinstance(value, dict):
             if "$ref" in value:
                 return whole(copy.deepcopy(parts[value["$ref"].rpartition("/")[2]]))
-            return {k: whole(v) for k, v in value.items()}
+            out = {k: whole(v) for k, v in value.items()}
+            if out.get("format") == TOKEN:
+                out["exclusiveMaximum"] = served.vocab_size
+            if isinstance(names := out.get("properties"), dict) and out.get("type") == "object":
+                out["additionalProperties"] = False
+                if "model" in names:
+                    names["model"] = {"type": ["string", "null"], "enum": [served.name, None]}
+            return out
         return [whole(v) for v in value] if isinstance(value, list) else value
 
     return {"required": True, "content": _json(whole(schema))}

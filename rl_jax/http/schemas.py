@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rl_jax.http.errors import ApiError, bad, unsupported
 
+EXACT = 2**53  # below it floats hold every integer
 MAX_DEPTH = 64  # of a body's nesting
 Checked = TypeVar("Checked", bound="Body")
 
@@ -76,11 +77,13 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "detokenize": ("text always comes", (True,)),
 }  # fmt: skip
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+TOKEN = "token"  # format of an id, whose bound the served model gives (app.py)
+Token = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": TOKEN})]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Alternatives = Annotated[int, Field(ge=0, le=20)]
 Temperature = Annotated[float, Field(ge=0, le=100)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
@@ -92,6 +95,14 @@ Stops = (
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+def one_of(*names: str) -> ConfigDict:
+    """For the schema's readers; who checks it is asks.py."""
+    asked = [
+        {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names
+    ]
+    return ConfigDict(json_schema_extra={"oneOf": asked})
 
 
 class StreamOptions(Body):
@@ -136,7 +147,7 @@ class CompletionBody(SamplingFields):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[Tokens], Field(min_length=1)]
     )
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Alternatives | None = None
 
 
 class Part(Body):
@@ -156,6 +167,13 @@ class Call(Body):
 
 
 class ChatMessage(Body):
+    # A message without content is one of the assistant's with calls, which asks.py checks.
+    model_config = ConfigDict(
+        json_schema_extra={
+            "required": ["role", "content"],
+            "not": {"properties": {"content": {"type": "null"}}},
+        }
+    )
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     name: str | None = None
@@ -190,7 +208,7 @@ class ChatBody(SamplingFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: Alternatives | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
 
@@ -212,12 +230,14 @@ class SglangSampling(Body):
 class SglangBody(Body):
     """POST /generate"""
 
+    model_config = one_of("text", "input_ids")
+
     text: str | Annotated[list[str], Field(min_length=1)] | None = None
     input_ids: Tokens | Annotated[list[Tokens], Field(min_length=1)] | None = None
     sampling_params: SglangSampling | None = None
     return_logprob: bool | None = None
     return_text_in_logprobs: bool | None = None
-    top_logprobs_num: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs_num: Alternatives | None = None
     stream: bool | None = None
     rid: Name | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
@@ -236,7 +256,7 @@ class TokensSampling(Body):
     stop: Stops | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Alternatives | None = None
 
 
 class TokensBody(Body):
@@ -264,6 +284,8 @@ class TokenContent(Body):
 class JetstreamBody(Body):
     """POST /v1/generate"""
 
+    model_config = one_of("text_content", "token_content")
+
     max_tokens: Annotated[int, Field(ge=1)]
     text_content: TextContent | None = None
     token_content: TokenContent | None = None
@@ -271,6 +293,8 @@ class JetstreamBody(Body):
 
 class TokenizeBody(Body):
     """POST /tokenize: a prompt, or messages as the model's template shows them."""
+
+    model_config = one_of("prompt", "messages")
 
     model: str | None = None
     prompt: str | None = None
@@ -358,6 +382,7 @@ def _no_number(name: str) -> Any:
 
 
 def _finite(text: str) -> float:
+    """5.0 is an integer, as JSON schemas have it; a field for floats takes it as well."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text[:40]} is too large a number")
-    return value
+    return int(value) if value.is_integer() and abs(value) < EXACT else value

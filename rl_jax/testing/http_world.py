@@ -29,7 +29,7 @@ ENGINE = EngineSettings(
     num_stop_tokens=4,
 )  # fmt: skip
 LIMITS = HttpLimits(
-    queue=8, body_s=2.0, write_s=1.0, drain_s=1.0, body_bytes=1 << 20, request_s=20.0
+    queue=8, body_s=0.5, write_s=1.0, drain_s=1.0, body_bytes=1 << 20, request_s=20.0
 )
 
 

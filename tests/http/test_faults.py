@@ -59,6 +59,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
         (b'{"prompt": "x", "max_tokens": "5"}', 400),
         (b'{"prompt": "x", "max_tokens": true}', 400),
         (b'{"prompt": "x", "max_tokens": 1.5}', 400),
+        (b'{"prompt": "x", "max_tokens": 2.0, "temperature": 1}', 200),
         (b'{"prompt": [-1]}', 400),
         (b'{"prompt": [264]}', 400),
         (b'{"prompt": []}', 400),
