@@ -24,7 +24,7 @@ FILES = {"/": ("index.html", "text/html"), "/page.js": ("page.js", "text/javascr
 # The page may load its own files and ask its own server; no inline code, nothing from elsewhere.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
-    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",

@@ -46,11 +46,20 @@ class World:
     """Planes in a thread with a loop of its own."""
 
     def __init__(
-        self, sampler, servers=(), *, token="", admin_token="", limits=LIMITS, update=None
+        self,
+        sampler,
+        servers=(),
+        *,
+        token="",
+        admin_token="",
+        limits=LIMITS,
+        update=None,
+        api=None,
     ):
+        """api: in place of one for the byte tokenizer."""
         served = Served("tiny", ChatRenderer(ByteTokenizer()), ENGINE.context, VOCAB, 4, limits)
         self.sampler, self.servers, self.limits = sampler, servers, limits
-        self.api = Api(served, sampler, servers, slots=ENGINE.slots, token=token)
+        self.api = api or Api(served, sampler, servers, slots=ENGINE.slots, token=token)
         self.admin = Admin(self.api, servers, update or (lambda *a: {}), token=admin_token)
         size = limits.header_bytes
         public = make_server(build_app(self.api), "127.0.0.1", 0, size)
