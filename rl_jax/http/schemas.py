@@ -99,7 +99,7 @@ class Body(BaseModel):
 
 def one_of(*names: str) -> ConfigDict:
     """For the schema's readers; who checks it is asks.py."""
-    asked = [
+    asked: Any = [
         {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names
     ]
     return ConfigDict(json_schema_extra={"oneOf": asked})
