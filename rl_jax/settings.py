@@ -477,8 +477,8 @@ class WeightSettings:
     # To servers of the driver's process. packed: each device packs what each other one needs, without a collective |
     # reshard: a collective on the train mesh lays a bucket out as its targets do, then shards are copied.
     # To servers of other processes. shared: through memory, on the driver's host | store: once to a process of their
-    # host (cluster.stores), then through memory | channel: to each through its socket.
-    # auto: packed; and the first of shared, store and channel by which a server can be reached.
+    # host (cluster.stores), then through memory | channel: to each through its socket | transfer: to each by
+    # jax.experimental.transfer. auto: packed; and the first of shared, store and channel by which a server is reached.
     transport: str = "auto"
     bucket_bytes: int = (
         1 << 30

@@ -13,7 +13,7 @@ from rl_jax.mesh import MeshPlan
 from rl_jax.settings import Settings
 
 HERE = ("packed", "reshard")  # values of weights.transport, to servers of the driver's process
-ELSEWHERE = ("shared", "store", "channel")  # and to others
+ELSEWHERE = ("shared", "store", "channel", "transfer")  # and to others
 STORING = ("local", "external", "ray")  # values of cluster.backend that start stores
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LISTENING = ("external", "ray")  # values of cluster.backend whose processes come over TCP
@@ -51,7 +51,7 @@ def _transport(s: Settings) -> Iterator[str]:
         yield f"cluster.stores={c.stores} is not used by backend {c.backend}; leave it 0"
     if transport == "store" and not c.stores and c.backend in STORING:
         yield "weights.transport=store needs a store; set cluster.stores to the number of hosts, or use auto"
-    if c.stores and transport in ("shared", "channel"):
+    if c.stores and transport in ("shared", "channel", "transfer"):
         yield (
             f"cluster.stores={c.stores} is not used by weights.transport={transport}; leave it 0, or use auto or store"
         )

@@ -163,7 +163,7 @@ BAD = [
     ("--config.rollout.replay_dir=x", "is read only by --mode=train_only, not by --mode=train"),
     ("--mode=train_only", "rollout.replay_dir is empty"),
     ("--config.cluster.address=h:1", "cluster.address=h:1 is not used by backend inproc"),
-    ("--config.weights.transport=rdma", "is not one of auto, packed, reshard, shared, store, channel"),
+    ("--config.weights.transport=rdma", "is not one of auto, packed, reshard, shared, store, channel, transfer"),
     ("--config.weights.transport=shared", "weights.transport=shared is to servers of other processes, and cluster"),
     ("--config.cluster.stores=1", "cluster.stores=1 is not used by backend inproc; leave it 0"),
     ("--config.rollout.extra_groups=1000", "of which rollout.env_workers x envs_per_worker=256 live at once"),

@@ -47,4 +47,4 @@ def test_host_memory_is_two_buckets_of_the_driver_and_a_version_of_each_store():
     assert held("local") == {"driver": 2 * sum(sizes)}
     assert held("local", bucket_bytes=1) == {"driver": 2 * max(sizes)}
     assert held("external", "store", 2) == {"each store": sum(sizes)}
-    assert held("external", "channel") == {}
+    assert held("external", "channel") == held("local", "transfer") == {}

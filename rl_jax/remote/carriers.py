@@ -1,10 +1,11 @@
-"""How a bucket of weights gets to a server of another process: by shared memory, through its host's store, or over its
-channel.
+"""How a bucket of weights gets to a server of another process: by shared memory, through its host's store, from device
+to device, or over its channel.
 
 Carriers picks the way for each server and sync, and keeps to it for that sync: `weights.transport` says which ways are
 to be tried, and a server is asked whether it can read a region of the driver's or of a store's (region.reach); that it
 can is what "on this host" means. Where it cannot, or there is no memory for a region, the channel is left, which always
-works; one line says so.
+works; one line says so. `transfer` (transfer.py) is never picked unasked: a process must pull a lone array first, and
+one that failed in a pull gets all later syncs over its channel, as a pull that hangs cannot be ended.
 SharedBuckets holds the driver's two regions. All servers of this host read a bucket from one of them; a region is
 written again once nobody reads it, so that one bucket is written while the one before is read.
 Invariants: what does not fit, or is not read in time, is sent over the channel, never waited for beyond PATIENCE of the
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,10 +28,13 @@ from rl_jax.remote import region
 from rl_jax.remote.channel import Channel, Lane
 from rl_jax.remote.region import NoRoom, Region
 from rl_jax.remote.store import Load, Store, StoreRefused
+from rl_jax.remote.transfer import Offers, PullRefused, unsupported
 
 REGIONS = 2
 PATIENCE = 0.25  # of the time that is left, for a region that others still read
 REACH_S = 5.0  # for a server to try to open a region
+TRY_S = 10.0  # and to pull a lone array, and to say so
+PULLS = "pulls"  # among the keys of regions
 MIN_SIZE = 1 << 16  # bytes of a region: small buckets differ by little
 
 log = logging.getLogger(__name__)
@@ -166,7 +170,10 @@ class _Way:
 
     channel: Channel
     sync_id: str
-    by: SharedBuckets | Store | None  # None = the channel
+    by: "By"
+
+
+By = SharedBuckets | Store | Offers | None  # None = the channel
 
 
 class Carriers:
@@ -178,19 +185,21 @@ class Carriers:
         stores: Sequence[Store] = (),
         shared: SharedBuckets | None = None,
     ):
-        """transport: auto | shared | store | channel. shared: the driver's regions; new ones unless given."""
+        """transport: auto | shared | store | channel | transfer. shared: the driver's regions; None: new ones."""
         self.transport, self.stores = transport, stores
         self.shared = SharedBuckets() if shared is None else shared
+        self.offers = Offers()
         self._lock = threading.Lock()
         self._ways: dict[str, _Way] = {}
-        # channel -> region's key -> why its process cannot read there, or ""
+        # channel -> region's key, or PULLS -> why its process cannot read there, or pull, or ""
         self._reached: WeakKeyDictionary[Channel, dict[str, str]] = WeakKeyDictionary()
         self._said: set[tuple[str, str]] = set()
 
     def carry(self, server: str, channel: Channel, load: Load) -> int:
         """Bring the bucket to the server's process and have it staged there. Returns: bytes that crossed a socket.
 
-        Raises: what the channel raises; StoreLost where the store died of which the server was to take it.
+        Raises: what the channel raises; StoreLost where the store died of which the server was to take it; what
+        Offers.offer raises.
         """
         way = self._way(server, channel, load)
         body: dict[str, Any] = {
@@ -205,6 +214,15 @@ class Carriers:
                     return 0
             why = way.by.refused or "both regions are read by others"
             self._say(server, f"no shared memory: {why}")
+        elif isinstance(way.by, Offers):
+            try:
+                told = way.by.offer(server, channel.host, load)
+                channel.call("stage", body | {"offer": told}, deadline_s=load.left_s)
+            except Exception as error:
+                with self._lock:
+                    self._reached[channel][PULLS] = f"bucket {load.bucket} failed: {error}"
+                raise
+            return load.num_bytes
         elif way.by is not None:
             try:
                 told, num_bytes = way.by.place(server, load)
@@ -219,11 +237,13 @@ class Carriers:
 
     def over(self, server: str, sync_id: str | None = None) -> None:
         """The server needs nothing more of this sync, or of any."""
+        self.offers.over(server, sync_id)
         for store in self.stores:
             store.over(server, sync_id)
 
     def close(self) -> None:
         self.shared.close()
+        self.offers.close()
 
     def _way(self, server: str, channel: Channel, load: Load) -> _Way:
         with self._lock:
@@ -237,8 +257,12 @@ class Carriers:
                 log.info("%s gets its weights by %s", server, _name(way.by))
         return way
 
-    def _pick(self, server: str, channel: Channel, load: Load) -> SharedBuckets | Store | None:
+    def _pick(self, server: str, channel: Channel, load: Load) -> By:
         whys = []
+        if self.transport == "transfer":
+            if not (why := self._pulls(server, channel, load)):
+                return self.offers
+            whys.append(f"no transfer between devices: {why}")
         if self.transport in ("auto", "shared"):
             if not (
                 why := self.shared.refused or self._reaches(channel, self.shared.address, load)
@@ -255,7 +279,7 @@ class Carriers:
                     return store
                 else:
                     whys.append(f"{store.name}: {why}")
-        is_asked = self.transport in ("shared", "store") or (
+        is_asked = self.transport in ("shared", "store", "transfer") or (
             self.transport == "auto" and self.stores
         )
         if is_asked or self.shared.refused:
@@ -275,6 +299,24 @@ class Carriers:
                 self._reached[channel][address["key"]] = known
         return known
 
+    def _pulls(self, server: str, channel: Channel, load: Load) -> str:
+        """Why the process cannot pull, or \"\": it is asked to pull a lone array."""
+        with self._lock:
+            known = self._reached.setdefault(channel, {}).get(PULLS)
+        if known is None and not (known := unsupported()):
+            lone = {"lone": np.ones(1, np.float32)}
+            load = replace(load, arrays=lone, end_s=min(load.end_s, time.monotonic() + TRY_S))
+            try:
+                told = self.offers.offer(server, channel.host, load)
+            except PullRefused as error:
+                known = str(error)
+            else:
+                body = channel.call("try_pull", {"offer": told}, deadline_s=load.left_s).body
+                known = str(body["why"])
+        with self._lock:
+            self._reached[channel][PULLS] = known
+        return known
+
     def _say(self, server: str, why: str) -> None:
         """Once for each server and reason."""
         with self._lock:
@@ -285,7 +327,9 @@ class Carriers:
         log.warning(text, server, self.transport, why, extra={"kind": "weights over the channel"})
 
 
-def _name(by: SharedBuckets | Store | None) -> str:
+def _name(by: By) -> str:
+    if isinstance(by, Offers):
+        return "a transfer between devices"
     if isinstance(by, Store):
         return f"the store {by.name}"
     return "its channel" if by is None else "shared memory"

@@ -139,6 +139,7 @@ class Channel:
         side's on_pulse gets. on_close: once, before the calls that wait fail. grace_s: by how much the first lease is
         longer."""
         self.name, self.attempt, self.settings = name, attempt, settings
+        self.host = _host(sock)  # of this side, by which the other one reached it, or is on it
         self.closed: Exception | None = None  # why nothing goes through any more
         self._sock, self._handlers = sock, dict(handlers or {})
         self._pulse, self._on_pulse, self._on_close = pulse, on_pulse, on_close
@@ -506,3 +507,8 @@ def _run(function: Callable[[Any], None], value: Any) -> None:
         function(value)
     except Exception:  # the boundary to the caller: the channel goes on
         log.exception("a callback of the channel raised")
+
+
+def _host(sock: socket.socket) -> str:
+    is_over_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+    return sock.getsockname()[0] if is_over_tcp else "127.0.0.1"

@@ -5,7 +5,7 @@ process as a call and comes back as its answer; its key (uid#attempt.turn) is th
 arrays (weights/host_copy.py), bucket by bucket, go over there as carriers.py picks, and are staged, digested and
 committed by the server's own StagedWeights. A prefix is fetched to the host by the process that computed it and goes
 through the driver to the one that decodes: two hops and two copies. From shard to shard, process to process
-(jax.experimental.transfer), it would be one. What router.py chooses by (serve.pd_balance, serve.affinity) is known
+(as transfer.py brings weights), it would be one. What router.py chooses by (serve.pd_balance, serve.affinity) is known
 here: what a token and a step take as of the last answer, and how long requests wait as of the last pulse.
 Invariants: every request ends in exactly one callback. A process that ends, for whatever reason, fences its server at
 once, and what it was asked fails (retryable); the next process of it serves only after a commit, once it has compiled.

@@ -3,8 +3,9 @@ round it, asked through a channel. How it is started: program.py.
 
 Life: 1 the channel to the driver is opened. 2 `build` says what to build: the factory that the driver names makes the
 server (make_server, unless a test has its own). 3 Requests and other quick commands are handed to the server on the
-channel's thread; `stage`, `digest`, `commit`, `discard` and `close` run in order on the main thread. A bucket that is
-staged comes with its arrays, or with where in the memory of this host they lie (region.py). 4 The channel ends, with
+channel's thread; `try_pull`, `stage`, `digest`, `commit`, `discard` and `close` run in order on the main thread. A
+bucket that is staged comes with its arrays, or with where in the memory of this host they lie (region.py), or with an
+offer of them (transfer.py). 4 The channel ends, with
 the driver or by a lease without a sign of it: the process ends at once, whatever it does.
 Must not: write a file (what it prints is its log), or keep state that the driver could not lose.
 """
@@ -28,6 +29,7 @@ from rl_jax.remote.channel import Request
 from rl_jax.remote.program import run_program
 from rl_jax.remote.service import Service
 from rl_jax.remote.spec import PROGRAM
+from rl_jax.remote.transfer import WATCHED, PullRefused, Pulls
 from rl_jax.serve.balance import ROLES
 from rl_jax.serve.build import build_server
 from rl_jax.serve.decode_server import DecodeServer
@@ -81,13 +83,14 @@ def _reach(request: Request) -> None:
 class ServerService(Service):
     """The server of this process, as its channel sees it."""
 
-    orders = ("build", "stage", "digest", "commit", "discard", "close")
+    orders = ("build", "try_pull", "stage", "digest", "commit", "discard", "close")
     quick = ("submit", "abort", "release", "fence", "stats")
     others: Mapping[str, Any] = MappingProxyType({"reach": _reach})
 
     def __init__(self, sock: socket.socket, told: Mapping[str, Any]):
         self._server: Any = None
         super().__init__(sock, told)
+        self._pulls = Pulls(self._channel.host)
 
     def check_ready(self) -> None:
         if self._server is None:
@@ -120,10 +123,24 @@ class ServerService(Service):
         self._server = server
         request.answer()
 
+    def _try_pull(self, request: Request) -> None:
+        try:
+            self._pulls.pull(request.body["offer"], WATCHED * request.left_s)
+        except (PullRefused, TimeoutError, RuntimeError) as error:
+            request.answer({"why": str(error)})
+        else:
+            request.answer({"why": ""})
+
     def _stage(self, request: Request) -> None:
         body, places = request.body, self._server.param_shardings
         if "region" in body:
             arrays = region.take(body["region"])
+        elif "offer" in body:
+            offer = body["offer"]
+            for name in ("sync_id", "version", "bucket"):
+                if offer[name] != body[name]:
+                    raise ValueError(f"the offer is of {name} {offer[name]}, not {body[name]}")
+            arrays = self._pulls.pull(offer, WATCHED * request.left_s)
         else:
             arrays = dict(zip(body["names"], request.arrays, strict=True))
         if unknown := sorted(set(arrays) - set(places)):

@@ -23,16 +23,18 @@ from rl_jax.weights.reshard_copy import ReshardCopy
 class HostCopy:
     """A transport for targets whose mesh is another process's."""
 
-    def __init__(self, plan: SyncPlan):
-        self.plan = plan
+    def __init__(self, plan: SyncPlan, is_fetched: bool = True):
+        """is_fetched: whether the host needs the arrays, so that their copies to it start at once."""
+        self.plan, self._is_fetched = plan, is_fetched
 
     def send(
         self, params: Mapping[str, jax.Array], names: Sequence[str], targets: Sequence[str]
     ) -> dict[str, Arrays]:
-        """As PackedCopy.send, but the arrays lie on the train mesh, on their way to the host, and are shared."""
+        """As PackedCopy.send, but the arrays lie on the train mesh, on their way to the host if it needs them, and are
+        shared."""
         dtypes = tuple(self.plan.parameters[name].served.name for name in names)
         cast = dict(zip(names, cast_copies([params[name] for name in names], dtypes), strict=True))
-        for array in cast.values():
+        for array in cast.values() if self._is_fetched else ():
             array.copy_to_host_async()
         return {target: dict(cast) for target in targets}
 
@@ -49,7 +51,7 @@ class ByPlace:
         self._is_here = {name: isinstance(t.mesh, Mesh) for name, t in plan.targets.items()}
         here = [name for name, is_here in self._is_here.items() if is_here]
         self._here = TRANSPORTS[transport if transport in TRANSPORTS else DEFAULT](plan, here)
-        self._elsewhere = HostCopy(plan)
+        self._elsewhere = HostCopy(plan, is_fetched=transport != "transfer")
 
     def send(
         self, params: Mapping[str, jax.Array], names: Sequence[str], targets: Sequence[str]

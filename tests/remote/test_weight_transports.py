@@ -1,4 +1,4 @@
-"""Conformance of all that brings weights to servers: device copies, channels, shared memory and a store.
+"""Conformance of all that brings weights to servers: device copies, channels, shared memory, a store and transfers.
 
 A train mesh of two with every matrix cut by columns, a server of one device and one of two that cuts by rows. What
 arrives is read where the server swaps it in, byte by byte.
@@ -24,6 +24,7 @@ from rl_jax.remote.server import RemoteDecodeServer
 from rl_jax.remote.spec import StoreSpec
 from rl_jax.remote.starter import ExternalStarter, LocalStarter
 from rl_jax.remote.store import Store
+from rl_jax.remote.transfer import Offers
 from rl_jax.settings import ClusterSettings
 from rl_jax.testing.fake_servers import fake_spec, make
 from rl_jax.testing.slow_link import SlowLink
@@ -33,9 +34,9 @@ from rl_jax.weights.sync import WeightSync
 
 pytestmark = pytest.mark.slow
 
-TRANSPORTS = ("packed", "reshard", "channel", "shared", "tcp", "store")
+TRANSPORTS = ("packed", "reshard", "channel", "shared", "tcp", "store", "transfer")
 # Transport -> copies of the model that go through sockets, for two servers.
-COPIES = {"packed": 0, "reshard": 0, "channel": 2, "shared": 0, "tcp": 2, "store": 1}
+COPIES = {"packed": 0, "reshard": 0, "channel": 2, "shared": 0, "tcp": 2, "store": 1, "transfer": 2}
 BALLAST = {f"layers.{i}.{name}": (24, 36) for i in range(4) for name in ("up", "down")}
 BALLAST |= {"embed": (48, 24), "norm": (24,)}
 ODD = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800000], np.uint32)
@@ -219,6 +220,12 @@ def store(parties, settings):
         yield world
 
 
+@pytest.fixture
+def transfer(parties, settings):
+    with world_of("transfer", parties, settings) as world:
+        yield world
+
+
 def test_every_bit_arrives_whatever_the_layouts_and_no_more_crosses_a_socket(world):
     for _ in range(3):
         host, result = world.publish()
@@ -227,6 +234,11 @@ def test_every_bit_arrives_whatever_the_layouts_and_no_more_crosses_a_socket(wor
         for server in world.party.servers:
             world.check(server, host)
             assert server.version == world.version
+    if world.transport == "transfer":
+        assert {name: type(way.by) for name, way in world.carriers._ways.items()} == {
+            "decode.0": Offers,
+            "decode.1": Offers,
+        }
 
 
 def test_bucket_that_is_staged_again_changes_nothing(world):
@@ -311,7 +323,8 @@ def test_target_that_stalls_is_fenced_and_the_other_gets_the_version(world):
         world.targets[0].before_stage = lambda: hold.wait(DEADLINE_S)
     else:
         world.targets[0].before_stage = lambda: os.kill(world.party.pid(server), signal.SIGSTOP)
-    host, result = world.publish(deadline_s=1.0)
+    # A pull wakes more threads than a call, which a busy host shows.
+    host, result = world.publish(deadline_s=2.0 if world.transport == "transfer" else 1.0)
     hold.set()
     if world.carriers is not None:
         os.kill(world.party.pid(server), signal.SIGCONT)
@@ -351,6 +364,7 @@ def test_memory_is_given_back_between_syncs_and_at_the_end(world, kit):
         assert store._pushes == store._needed == {}
     if world.transport == "shared":
         assert regions(os.getpid())[1] == 3  # and a sign of where it is
+    assert world.carriers.offers.num_servers == 0
     world.carriers.close()
     assert regions(os.getpid()) == (0, 0)
     world.use(Carriers(world.carriers.transport, world.party.stores))
@@ -406,6 +420,37 @@ def test_slow_link_is_crossed_once_while_servers_decode(store, kit):
     assert done.get(timeout=1).versions.tolist() == [store.version - 1] * 30
     server.release(request.session)
     store.check(server, host)
+
+
+def test_pull_that_hangs_fences_its_server_by_name_and_its_channel_carries_the_next(
+    transfer, caplog
+):
+    """Its number was never offered, which the library would wait for without end."""
+
+    class Wrong(Offers):
+        def offer(self, server, host, load):
+            told = super().offer(server, host, load)
+            is_hit = server == "decode.0" and load.bucket == 2
+            return told | {"number": told["number"] ^ 1} if is_hit else told
+
+    server, other = transfer.party.servers
+    good, server._deadline_s = transfer.carriers, 3.0
+    transfer.use(Carriers("transfer"))
+    transfer.carriers.offers = Wrong()
+    host, result = transfer.publish()
+    assert (result.state, result.fenced) == ("PARTIAL", ("decode.0",)), result
+    assert "decode.0: TimeoutError: the pull of bucket 2 of sync v" in result.detail
+    transfer.check(other, host)
+    server._deadline_s = DEADLINE_S
+    host, result = transfer.publish()
+    assert result.state == "PUBLISHED", result
+    for one in transfer.party.servers:
+        transfer.check(one, host)
+    ways = {name: way.by for name, way in transfer.carriers._ways.items()}
+    assert ways == {"decode.0": None, "decode.1": transfer.carriers.offers}
+    assert "no transfer between devices: bucket 2 failed: the pull of bucket 2" in caplog.text
+    transfer.carriers.close()
+    transfer.use(good)
 
 
 @pytest.mark.parametrize("transport", ["shared", "store"])
