@@ -17,8 +17,10 @@ Life
 Must not: import jax, or anything of rl_jax that does.
 """
 
+import difflib
 import faulthandler
 import importlib
+import inspect
 import os
 import random
 import select
@@ -28,7 +30,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, BinaryIO
 
@@ -41,6 +43,7 @@ TASKS_PER_LINE = 1000  # bounds a line's length
 CLOSE_S = 2.0  # for instances to close after the driver has gone
 # What an environment did not raise but returned is told apart from what it raised.
 KINDS: dict[type, str] = {wire.BadTask: "bad_task", wire.BadObservation: "bad_observation"}
+ENV_METHODS = ("tasks", "reset", "step", "close")
 BACKSTOP_S = 10.0  # a request this much over its deadline ends the process, should the driver not be there to do it
 
 
@@ -51,7 +54,7 @@ class Worker:
         self._max_obs_bytes = init["max_obs_bytes"]
         self._sources = {source["tag"]: source for source in init["sources"]}
         self._classes = {
-            tag: _made(f"environment {source['env']}", lambda s=source: resolve(s["target"]))
+            tag: _made(f"environment {source['env']}", lambda s=source: _environment(s["target"]))
             for tag, source in self._sources.items()
         }
         self._scorers = {
@@ -71,14 +74,13 @@ class Worker:
         }
 
     def offers(self) -> dict[str, Any]:
-        """Per tag: the splits of its environment, and whether it has scripts."""
-        return {
-            tag: {
-                "splits": _splits(cls),
-                "script": hasattr(cls, "script"),
-            }
+        """Of each tag the splits of its environment and whether it has scripts; which scorers score turns."""
+        envs = {
+            tag: {"splits": _splits(cls), "script": hasattr(cls, "script")}
             for tag, cls in self._classes.items()
         }
+        of_turns = [name for name, s in self._scorers.items() if hasattr(s, "score_turn")]
+        return {"envs": envs, "of_turns": sorted(of_turns)}
 
     def answer(self, request: dict[str, Any]) -> bytes:
         """The answer line: {"i", "r": result} or {"i", "x": [kind, detail]}. Raises nothing."""
@@ -169,11 +171,37 @@ def _made(what: str, make: Callable[[], Any]) -> Any:
         raise NotMade(f"{what}: {error_line(error)}") from error
 
 
+def _environment(target: str) -> type:
+    """The class, which has what is called later. Raises: TypeError naming what it lacks."""
+    cls = resolve(target)
+    _check_methods(cls, target.partition(":")[2], ENV_METHODS)
+    try:
+        signature = inspect.signature(cls)
+    except ValueError:
+        return cls  # of C, which tells none
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TypeError(
+            f"{cls.__qualname__}() {error}; an instance is made without arguments, and a task has all it needs"
+        ) from None
+    return cls
+
+
 def _scorer(name: str, target: str, init: dict[str, Any]) -> Any:
     scorer = resolve(target)(**init["options"][name])
-    if name in init["of_turns"] and not hasattr(scorer, "score_turn"):
-        raise TypeError(f"{type(scorer).__qualname__} has no score_turn(), which turn_reward needs")
+    needed = ["score_turn"] if name in init["of_turns"] else ["score"]
+    _check_methods(scorer, type(scorer).__qualname__, needed)
     return scorer
+
+
+def _check_methods(of: Any, name: str, needed: Sequence[str]) -> None:
+    """Raises: TypeError where one is missing, or is a coroutine that nobody would await."""
+    methods = {key: getattr(of, key, None) for key in needed}
+    if missing := [key for key, method in methods.items() if not callable(method)]:
+        raise TypeError(f"{name} has no {missing[0]}(); it needs {', '.join(needed)}")
+    if is_async := [key for key, method in methods.items() if inspect.iscoroutinefunction(method)]:
+        raise TypeError(f"{is_async[0]}() of {name} is async; write plain code, which may block")
 
 
 def _splits(cls: Any) -> list[str]:
@@ -213,9 +241,17 @@ def _checked_tasks(tasks: Any, source: dict[str, Any], split: str) -> list[dict[
 
 
 def resolve(target: str) -> Any:
-    """The object that "package.module:attribute" names."""
-    module, _, attribute = target.partition(":")
-    return attrgetter(attribute)(importlib.import_module(module))
+    """The object that "package.module:attribute" names. Raises: AttributeError with the nearest names there are."""
+    name, _, attribute = target.partition(":")
+    module = importlib.import_module(name)
+    try:
+        return attrgetter(attribute)(module)
+    except AttributeError:
+        there = [key for key in vars(module) if not key.startswith("_")]
+        near = difflib.get_close_matches(attribute, there, n=1) or there
+        raise AttributeError(
+            f"{name} has no {attribute}; use {', '.join(near)[:200] or 'another module'}"
+        ) from None
 
 
 def error_line(error: BaseException) -> str:

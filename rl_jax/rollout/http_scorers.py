@@ -46,12 +46,17 @@ class HttpScorers:
     failed: str | None = None
 
     def __init__(
-        self, names: Iterable[str], settings: RewardSettings, *, counts: Counter[str] | None = None
+        self,
+        names: Iterable[str],
+        settings: RewardSettings,
+        *,
+        counts: Counter[str] | None = None,
+        of_turns: Iterable[str] = (),
     ):
-        """counts: reward_requests, reward_retries, and reward_TIMEOUT, _error, _schema of what was not scored."""
+        """of_turns: names of those that must score turns. counts: reward_requests, reward_retries, and reward_TIMEOUT, _error, _schema of what was not scored."""
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.log_dir: Path | None = None
-        self._names, self._settings = sorted(names), settings
+        self._names, self._of_turns, self._settings = sorted(names), sorted(of_turns), settings
         self._client: HttpClient | None = None
         self._since_s: dict[int, tuple[str, float]] = {}  # calls under way
 
@@ -77,6 +82,13 @@ class HttpScorers:
             raise ServiceError(
                 f"rewards.url={settings.url} has no scorer {', '.join(missing)}; it has {', '.join(sorted(has))[:500]};"
                 " start it with --reward=package.module:attribute for each that is not of REWARDS"
+            )
+        scores_turns = said.get("of_turns")
+        scores_turns = scores_turns if isinstance(scores_turns, list) else []
+        if missing := [name for name in self._of_turns if name not in scores_turns]:
+            raise ServiceError(
+                f"rewards.url={settings.url}: {', '.join(missing)} there has no score_turn(), which turn_reward needs;"
+                " name another turn_reward, or start the service again with a scorer that has it"
             )
 
     async def start(self) -> None:

@@ -73,7 +73,7 @@ class WorkerProcess:
         """limit: of the imports, once the process is there. Raises: OSError where none can be started."""
         self.name = name
         self.num_live = 0  # environments opened and not closed; the pool counts them
-        self.offers: dict[str, Any] | None = None  # tag -> {"splits", "script"}, once imported
+        self.offers: dict[str, Any] | None = None  # of env_process.Worker, once imported
         self.fault: WorkerFault | None = None  # why it takes no more calls
         self._calls: deque[Call] = deque()
         self._head_since_s = 0.0

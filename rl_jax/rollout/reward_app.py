@@ -2,7 +2,8 @@
 
     POST /v1/score    {"name", "task", "view", "turn"?, "limit_s"?, "wait_s"?}  ->  200 {"value", "parts",
                       "turn_values", "status", "scorer_version", "detail", "seconds"}; task, view: as of wire.py
-    GET /v1/scorers   {"scorers": [names], "workers", "busy", "waiting", "busy_s", "counts"}
+    GET /v1/scorers   {"scorers": [names], "of_turns": [names of those that score turns], "workers", "busy", "waiting",
+                      "busy_s", "counts"}
     GET /healthz      {"status": "ok"}, without a token: for whoever restarts it
 
 What a scorer does wrong is a 200 with a status, as in a run's own processes: asking again would not mend it. What the
@@ -109,6 +110,7 @@ class RewardApp:
         pool = self._pool
         return {
             "scorers": sorted(self._names),
+            "of_turns": sorted(pool.of_turns),
             "workers": len(pool.workers),
             "busy": pool.num_busy,
             "waiting": pool.num_waiting,

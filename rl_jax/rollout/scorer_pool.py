@@ -105,6 +105,7 @@ class ScorerPool:
         self.on_failed: Callable[[str], None] = lambda detail: None
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.log_dir: Path | None = None
+        self.of_turns: frozenset[str] = frozenset()  # that have score_turn(); known after check()
         self.busy_s = 0.0  # all calls together
         self._limit = Limit(settings.timeout_s, LIMIT)
         self._start_limit, self._max_endings, self._keep_alive_s = (
@@ -149,6 +150,7 @@ class ScorerPool:
             worker.attach(on_death=lambda worker: None)
         for worker in self._workers.values():
             await worker.ready()
+            self.of_turns = frozenset((worker.offers or {})["of_turns"])
         for worker in self._workers.values():
             worker.detach()
 

@@ -181,9 +181,10 @@ class EnvPool:
         self._place: Place = LocalPlace()
         self._scouts = settings.env_workers if scouts is None else scouts
         self._has_moved = False
+        of_turns = {source.turn_reward for source in sources} - {""}
         self.scorers: ScorerPool | HttpScorers
         if rewards.url:
-            self.scorers = HttpScorers(scorers, rewards, counts=self.counts)
+            self.scorers = HttpScorers(scorers, rewards, counts=self.counts, of_turns=of_turns)
         else:
             self.scorers = ScorerPool(
                 scorers,
@@ -192,7 +193,7 @@ class EnvPool:
                 max_endings=settings.max_env_failures,
                 keep_alive_s=rewards.keep_alive_s or None,
                 counts=self.counts,
-                of_turns={source.turn_reward for source in sources},
+                of_turns=of_turns,
                 scouts=scouts,
             )
             self.scorers.on_failed = self._scorers_failed
@@ -282,7 +283,7 @@ class EnvPool:
             except ServiceError as error:
                 raise EnvError("reward_service", str(error)) from None
             first = next(iter(self._workers.values()))
-            self._offers = first.offers or {}
+            self._offers = first.offers["envs"] if first.offers else {}
             for tag in self._tags:
                 for split in self.splits(tag):
                     self._tasks[tag, split] = await self._fetch_tasks(first, tag, split)

@@ -139,7 +139,8 @@ def lines_of(report: Report, seconds: float) -> list[str]:
     out += [f"note: {note}" for note in report.notes]
     tasks = ", ".join(f"{num} {split}" for split, num in report.tasks.items()) or "none"
     longest = report.as_json()["longest_s"]
-    what = f"{len(report.faults)} faults" if report.faults else "nothing wrong"
+    num = len(report.faults)
+    what = f"{num} fault{'s' * (num > 1)}" if num else "nothing wrong"
     out.append(
         f"{report.env}: {what}; tasks: {tasks}; {report.num_episodes} episodes played; longest reset"
         f" {longest['reset']:.3f} s, step {longest['step']:.3f} s; took {seconds:g} s"

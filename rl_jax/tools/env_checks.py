@@ -242,6 +242,8 @@ class Checker:
         self._judge_rewards(played, scripted)
         for one in played:
             await self._judge_score(one)
+            if ("reward", "timeout") in self.report.faults:
+                break  # each more would cost its deadline
         return played
 
     def _num_deaths(self) -> int:

@@ -351,7 +351,7 @@ def test_a_place_that_only_fails_uses_up_its_budget():
     "body, message",
     [
         ("raise OSError('no such lake')", r"OSError: no such lake \(broken_env.py:1 in <module>\)"),
-        ("x = 1", "AttributeError: module 'broken_env' has no attribute 'Env'"),
+        ("x = 1", "AttributeError: broken_env has no Env; use x"),
         ("import os; os._exit(9)", "the process ended with exit code 9"),
     ],
 )
@@ -394,7 +394,8 @@ def test_tasks_that_cannot_be_played_are_told_by_their_place(tmp_path, monkeypat
     (tmp_path / "odd_env.py").write_text(
         "from rl_jax.types import Task\n"
         "def T(name, turns=1):\n    return Task(name, '', '', (), {}, 'env', turns)\n"
-        f"class Env:\n    @classmethod\n    def tasks(cls, cfg, split):\n        {body}\n"
+        "class Env:\n    reset = step = close = len\n"
+        f"    @classmethod\n    def tasks(cls, cfg, split):\n        {body}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     pool = EnvPool([TaskSource("odd", "odd_env:Env")], RolloutSettings())
@@ -407,7 +408,9 @@ def test_tasks_that_cannot_be_played_are_told_by_their_place(tmp_path, monkeypat
 
 @pytest.mark.parametrize("splits", ["train", (), ("train", "train"), ("train", 3), None])
 def test_splits_must_be_names(tmp_path, monkeypatch, splits):
-    (tmp_path / "odd_env.py").write_text(f"class Env:\n    splits = {splits!r}\n")
+    (tmp_path / "odd_env.py").write_text(
+        f"class Env:\n    tasks = reset = step = close = len\n    splits = {splits!r}\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     pool = EnvPool([TaskSource("odd", "odd_env:Env")], RolloutSettings())
     with pytest.raises(EnvError, match="splits of Env is .*; use a tuple of names"):

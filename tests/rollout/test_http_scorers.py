@@ -186,10 +186,11 @@ def test_an_episode_whose_reward_is_garbage_errors_and_is_played_again(tmp_path)
 # --- before a run ---------------------------------------------------------------------------------------------------
 
 
-def check(script, names=("exact_match",), **settings):
+def check(script, names=("exact_match",), of_turns=(), **settings):
     async def play():
         async with StubService(script) as stub:
-            await HttpScorers(names, replace(QUICK, url=stub.url, **settings)).check()
+            settings_ = replace(QUICK, url=stub.url, **settings)
+            await HttpScorers(names, settings_, of_turns=of_turns).check()
 
     with pytest.raises(ServiceError) as caught:
         asyncio.run(asyncio.wait_for(play(), 30))
@@ -199,6 +200,32 @@ def check(script, names=("exact_match",), **settings):
 def test_a_service_without_the_scorer_is_told_before_a_run():
     said = check(lambda n: answer({"scorers": ["math"]}), ("exact_match", "math"))
     assert "has no scorer exact_match; it has math; start it with --reward=" in said
+
+
+def test_a_scorer_that_cannot_score_turns_there_is_told_before_a_run():
+    lists = {"scorers": ["math", "judge"], "of_turns": ["judge"]}
+    said = check(lambda n: answer(lists), ("judge", "math"), of_turns=["judge", "math"])
+    assert ": math there has no score_turn(), which turn_reward needs; name another" in said
+    said = check(lambda n: answer({"scorers": ["judge"]}), ("judge",), of_turns=["judge"])
+    assert ": judge there has no score_turn()" in said  # one that does not tell is asked for none
+
+
+def test_a_run_asks_its_service_whether_its_scorer_of_turns_scores_turns():
+    source = TaskSource(
+        "echo", "rl_jax.testing.envs:EchoEnv", reward="exact_match", turn_reward="math"
+    )
+
+    async def play():
+        lists = {"scorers": ["exact_match", "math"], "of_turns": []}
+        async with StubService(lambda n: answer(lists)) as stub:
+            pool = EnvPool([source], RolloutSettings(), replace(QUICK, url=stub.url))
+            try:
+                await pool.scorers.check()
+            finally:
+                await pool.close()
+
+    with pytest.raises(ServiceError, match="math there has no score_turn"):
+        asyncio.run(asyncio.wait_for(play(), 30))
 
 
 @pytest.mark.parametrize("body", [{}, [], {"scorers": 3}, {"scorers": [1]}])

@@ -125,6 +125,7 @@ def test_the_service_scores_tells_what_it_has_and_refuses_the_rest():
             [SLEEPING],
             1,
         )
+        assert said["of_turns"] == [SLEEPING]
         assert (await service.ask("/healthz"))[:2] == (200, {"status": "ok"})
         for path, data, wanted, why in REFUSED:
             status, said, _ = await service.ask(path, data)

@@ -170,7 +170,7 @@ def test_faults_are_lines_for_people_with_their_remedy(capsys, own):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("FAULT hostile text: hostile text (empty text): step: IndexError")
     assert lines[0].endswith("; catch it, and answer the policy in words")
-    assert lines[-1].startswith("own_env:Own: 1 faults; tasks: 4 train, 4 eval; ")
+    assert lines[-1].startswith("own_env:Own: 1 fault; tasks: 4 train, 4 eval; ")
 
 
 @pytest.mark.slow
@@ -184,6 +184,21 @@ def test_a_scorer_is_asked_and_all_checks_end_by_their_deadline(capsys, own):
         capsys, MISBEHAVING, "--config", "fault=hang", "at=step", "--timeout_s=0.5"
     )
     assert code == 1 and told["faults"][0]["check"] == "time"
+
+
+@pytest.mark.slow
+def test_a_scorer_that_hangs_is_told_by_one_deadline_and_a_class_without_a_method_by_its_name(
+    capsys, own, tmp_path
+):
+    (tmp_path / "slow_scorer.py").write_text(
+        "import time\nclass Slow:\n    def score(self, task, episode):\n        time.sleep(60)\n"
+    )
+    code, told = checked(capsys, f"{own}:Own", f"--reward={tmp_path}/slow_scorer.py:Slow")
+    timeouts = [(f["count"], f["detail"]) for f in told["faults"] if f["check"] == "reward"]
+    assert code == 1 and [count for count, _ in timeouts] == [1]
+    assert "took more than rewards.timeout_s=10; it was at slow_scorer.py:4" in timeouts[0][1]
+    code, told = checked(capsys, f"{tmp_path}/slow_scorer.py:Slow")
+    assert "Slow has no tasks(); it needs tasks, reset, step, close" in told["faults"][0]["detail"]
 
 
 def test_a_scorer_sees_the_policys_turns_between_the_answers():
