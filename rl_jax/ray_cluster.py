@@ -212,6 +212,9 @@ class RayStarter:
         log_dir = str(self._log_dir.resolve())
         return actor, actor.run.remote(spec.name, spec.program, words, variables, log_dir)
 
+    def retire(self, spec: Spec) -> None:
+        pass  # none comes by itself
+
     def stats(self) -> dict[str, int]:
         return self._listener.stats()
 

@@ -113,6 +113,7 @@ class Listener:
         self._lock = threading.Lock()
         self._awaited: dict[str, Expected] = {}  # by server
         self._linked: dict[str, Expected] = {}  # until withdrawn
+        self._retired: set[str] = set()  # of which no process is awaited any more
         self._over: dict[str, deque[str]] = {
             name: deque(maxlen=MAX_REMEMBERED) for name in self._servers
         }  # attempts
@@ -152,6 +153,11 @@ class Listener:
                 if table.get(expected.server) is expected:
                     del table[expected.server]
                     self._over[expected.server].append(expected.attempt)
+
+    def retire(self, server: str) -> None:
+        """No process of it is awaited any more: one that comes is told so, and does not try again."""
+        with self._lock:
+            self._retired.add(server)
 
     def missing(self) -> list[str]:
         """Servers of which no process ever came."""
@@ -283,7 +289,7 @@ class Listener:
             raise _Refused("unknown", f"there is no server {server!r:.40} ({names})")
         with self._lock:
             expected, linked = self._awaited.get(server), self._linked.get(server)
-            is_over = attempt in self._over[server]
+            is_over, is_retired = attempt in self._over[server], server in self._retired
         if is_over:
             raise _Refused("late", f"attempt {attempt:.40} of {server} is over")
         if linked is not None and attempt in ("", linked.attempt):
@@ -292,7 +298,8 @@ class Listener:
         if attempt and (expected is None or attempt != expected.attempt):
             raise _Refused("unknown", f"{server} awaits no attempt {attempt!r:.40}")
         if expected is None:
-            raise _Refused("late", f"{server} awaits no process now", again=True)
+            when = "any more" if is_retired else "now"
+            raise _Refused("late", f"{server} awaits no process {when}", again=not is_retired)
         if expected.by_name and not attempt:
             raise _Refused("unknown", f"{server} is started by the driver itself")
         return expected

@@ -150,6 +150,7 @@ class Lives:
             self.final = self.final or "the server is closed"
             channel, process = self._channel, self._process
             self._changed.notify_all()
+        self._starter.retire(self.spec)
         if channel is not None:
             try:
                 channel.call("close", deadline_s=deadline_s)
@@ -177,6 +178,7 @@ class Lives:
                     self.final = f"{why}; it was started {self.num} times (cluster.restarts={self.settings.restarts})"
                 self._changed.notify_all()
             if self.final is not None:
+                self._starter.retire(self.spec)
                 log.error("%s is not started again: %s", self.spec.name, self.final)
                 self._on_end(self.final)
                 return

@@ -80,6 +80,10 @@ class Starter(Protocol):
         """Raises: OSError where no process can be started."""
         ...
 
+    def retire(self, spec: Spec) -> None:
+        """It is not started again. A process of it that somebody starts by hand all the same is told to end."""
+        ...
+
     def stats(self) -> dict[str, int]:
         """Counts of connections by what became of them; empty where nothing listens."""
         ...
@@ -196,6 +200,9 @@ class LocalStarter:
     def start(self, spec: Spec, attempt: str) -> Child:
         return Child(spec, attempt, self._settings, self._log_dir)
 
+    def retire(self, spec: Spec) -> None:
+        pass  # none comes by itself
+
     def stats(self) -> dict[str, int]:
         return {}
 
@@ -268,6 +275,9 @@ class ExternalStarter:
             f"no process of it came to {where} within {waited_s:g} s (cluster.start_timeout_s){others}; run the command"
             " that was printed for each, where this address can be reached"
         )
+
+    def retire(self, spec: Spec) -> None:
+        self._listener.retire(spec.name)
 
     def stats(self) -> dict[str, int]:
         return self._listener.stats()

@@ -133,6 +133,8 @@ def test_process_is_accepted_again_as_long_as_the_budget_lasts_and_nothing_waits
     kit.until(lambda: server._lives.final is not None)
     assert "it was started 2 times (cluster.restarts=1)" in server.fenced
     assert starter.stats()["linked"] == 2
+    operator.retire()  # its process came once more, or comes now; nothing waits for it, and it is told so
+    assert operator.processes["decode.0"].wait(kit.PATIENCE_S / 2) != 0
 
 
 DRIVER = """
