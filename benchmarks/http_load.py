@@ -37,7 +37,7 @@ async def post(
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         raw = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(raw)}\r\n\r\n"
         writer.write(head.encode() + raw)
         if leave_s is not None:
             await asyncio.sleep(leave_s)

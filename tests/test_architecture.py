@@ -58,6 +58,7 @@ PART = {
     "types": "records",
     "clock": "records",
     "waits": "records",
+    "browsers": "records",
     "disk": "records",
     "lowering": "records",
     "settings": "records",

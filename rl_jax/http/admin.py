@@ -94,7 +94,7 @@ class Admin:
             await send_json(send, 200, said)
 
     async def _answer(self, scope: Scope, receive: Receive) -> Any:
-        check_head(scope, self._api.limits)
+        check_head(scope, self._api.limits, bool(self._token))
         headers, method, path = dict(scope["headers"]), scope["method"], scope["path"]
         given = headers.get(b"authorization", b"")
         if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):

@@ -141,7 +141,7 @@ class Api:
             await send(message)
 
         try:
-            check_head(scope, self.limits)
+            check_head(scope, self.limits, bool(self._token))
             await handler(self, scope, dict(scope["headers"]), receive, sent)
         except ApiError as error:
             self.metrics.rejects += error.status == 429

@@ -34,7 +34,7 @@ ERROR = {
     "required": ["error"],
     "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
 }
-STATUSES = (400, 401, 408, 409, 413, 429, 503)
+STATUSES = (400, 401, 403, 408, 409, 413, 429, 503)
 
 
 class Answered(Response):
@@ -78,7 +78,7 @@ def _add(
     async def endpoint() -> Response:
         return Answered(api, handler)
 
-    statuses = STATUSES if kind is not None else (401, 429, 503)
+    statuses = STATUSES if kind is not None else (401, 403, 429, 503)
     app.add_api_route(
         path,
         endpoint,

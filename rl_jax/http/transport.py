@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
+from rl_jax import browsers
 from rl_jax.http.errors import ApiError
 from rl_jax.http.limits import HttpLimits
 
@@ -28,12 +29,17 @@ def encoded(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-def check_head(scope: Scope, limits: HttpLimits) -> None:
-    """h11 bounds a head that comes in pieces; one that came at once is bounded here. Raises: ApiError 431."""
+def check_head(scope: Scope, limits: HttpLimits, has_token: bool) -> None:
+    """h11 bounds a head that comes in pieces; one that came at once is bounded here. has_token: callers need one.
+
+    Raises: ApiError 431; 403 for what comes from a page of another site.
+    """
     size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
     size += sum(len(name) + len(value) for name, value in scope["headers"])
     if size > limits.header_bytes:
         raise ApiError(431, f"a head of more than {limits.header_bytes} bytes")
+    if (why := browsers.refusal(dict(scope["headers"]), has_token)) is not None:
+        raise ApiError(403, why, None, "cross_site")
 
 
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limits: HttpLimits) -> bytes:

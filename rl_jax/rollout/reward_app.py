@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rl_jax import browsers
 from rl_jax.rewards.check import finite, reward_to_json
 from rl_jax.rollout import wire
 from rl_jax.rollout.process import WorkerFault
@@ -92,6 +93,8 @@ class RewardApp:
         """What a 200 says. Raises: Refusal; ConnectionResetError if the caller has gone."""
         methods = {"/healthz": "GET", "/v1/scorers": "GET", "/v1/score": "POST"}
         path, headers = scope["path"], dict(scope["headers"])
+        if (why := browsers.refusal(headers, bool(self._token))) is not None:
+            raise Refusal(403, why)
         if path not in methods:
             raise Refusal(404, f"no {path[:80]}; there are {', '.join(methods)}")
         if scope["method"] != methods[path]:

@@ -124,7 +124,7 @@ class World:
         sock.settimeout(PATIENCE_S)
         sock.connect(("127.0.0.1", self.port))
         raw = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n\r\n"
         sock.sendall(head.encode() + raw)
         return sock
 

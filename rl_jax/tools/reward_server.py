@@ -8,13 +8,13 @@ Needs the extra `uvicorn`. Exit codes: 0, 2 (the arguments, or a scorer that can
 """
 
 import argparse
-import ipaddress
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_jax.browsers import is_loopback
 from rl_jax.console import say
 from rl_jax.rewards import REWARDS
 from rl_jax.rewards.http_client import read_token
@@ -112,13 +112,6 @@ def _options(path: Path | None, names: Sequence[str]) -> dict[str, Any]:
     if unknown := sorted(options.keys() - set(names)):
         raise ValueError(f"--options={path} names {unknown[0]!r}, which is not served")
     return options
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 if __name__ == "__main__":

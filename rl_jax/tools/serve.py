@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_jax import backend, config
+from rl_jax.browsers import is_loopback
 from rl_jax.http.limits import HttpLimits
 from rl_jax.mesh.plan import MeshPlan
 from rl_jax.model_source import with_source
 from rl_jax.rewards.http_client import read_token
 from rl_jax.settings import EngineSettings, ModelSettings, Settings
-from rl_jax.tools.reward_server import is_loopback
 
 CHUNKS = (64, 512)  # packed prefill sizes, as far as the context is longer
 MAX_CONTEXT = 4096  # of --context, where nothing is said; the KV cache takes memory by it

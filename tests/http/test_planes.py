@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rl_jax.browsers import refusal
 from rl_jax.testing.http_world import ENGINE, LIMITS, until
 from rl_jax.tokens import ByteTokenizer
 
@@ -41,6 +42,37 @@ def test_every_interface_samples_the_same(world):
     assert given.body["choices"][0]["token_ids"] == tokens
     many = world.post("/generate", {"text": ["abc", "b"], "sampling_params": params}).body
     assert len(many) == 2 and many[0]["output_ids"] == tokens
+
+
+PAGES = [
+    ({"Origin": "https://evil.example"}, "Origin is 'https://evil.example'"),
+    ({"Origin": "null"}, "Origin is 'null'"),
+    ({"Host": "evil.example:8000"}, "Host is 'evil.example:8000'"),
+    ({"Host": "127.0.0.1.evil.example"}, "without a token only loopback is answered"),
+]
+
+
+@pytest.mark.parametrize("plane", ["public", "admin"])
+def test_pages_of_other_sites_are_not_answered(world, plane):
+    """As a browser lets them ask: by an Origin of their own, or by a name of their own that is made to mean us."""
+    admin = plane == "admin"
+    path = "/admin/pause" if admin else "/v1/completions"
+    for headers, why in PAGES:
+        answer = world.post(path, {} if admin else ASK, headers, admin=admin)
+        assert answer.status == 403 and why in answer.body["error"]["message"], headers
+    assert not world.get("/admin/status", admin=True).body["paused"]
+    port = world.admin_port if admin else world.port
+    own = {"Host": f"localhost:{port}", "Origin": f"http://localhost:{port}"}
+    path = "/admin/resume" if admin else "/tokenize"
+    assert world.post(path, {} if admin else {"prompt": "a"}, own, admin=admin).status == 200
+
+
+def test_with_a_token_any_name_of_ours_is_answered():
+    own = {b"host": b"[fd00::1]:8000", b"origin": b"http://[fd00::1]:8000"}
+    assert refusal(own, True) is None
+    assert refusal({b"host": b"[::1]:8000"}, False) is None and refusal({}, False) is None
+    assert "Host" in (refusal(own, False) or "")
+    assert "Origin" in (refusal({**own, b"origin": b"http://evil.example"}, True) or "")
 
 
 def test_jetstream_streams_greedily(world):
