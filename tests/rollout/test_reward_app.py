@@ -130,6 +130,9 @@ def test_the_service_scores_tells_what_it_has_and_refuses_the_rest():
         for path, data, wanted, why in REFUSED:
             status, said, _ = await service.ask(path, data)
             assert (status, why in said["error"]) == (wanted, True), (path, data[:80], said)
+        for header in ((b"origin", b"https://evil.example"), (b"host", b"evil.example:8000")):
+            status, said, _ = await service.ask("/v1/score", body(), [header])
+            assert (status, "evil.example" in said["error"]) == (403, True), header
 
     serve(play, limits=AppLimits(max_body=4096))
 
