@@ -36,6 +36,7 @@ TAUGHT = {
     "aggregation": "token-mean",
     "entropy_coef": 0.0,
     "reward_model_coef": 0.0,
+    "reward_model_at": "end",
     "overlong_filter": False,
     "correction.level": "none",
     "correction.mode": "truncate",

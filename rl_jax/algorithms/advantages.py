@@ -75,7 +75,8 @@ class Scored:
     groups: np.ndarray  # i64[S] index of the group
     valid: np.ndarray  # bool[S] counts in its group's statistics
     trained: np.ndarray  # bool[S] its tokens enter the loss
-    penalties: Sequence[np.ndarray] | None  # f64[T] each: KL in the reward, a token; None = none
+    # f64[T] each, by token: KL in the reward, and what a reward model gives for turns; None = neither
+    penalties: Sequence[np.ndarray] | None
     extras: Mapping[str, Sequence[np.ndarray]]  # f32[T] each, by name
 
     @property
@@ -100,6 +101,16 @@ class Scored:
         """f64[S]: of one array a member its value at the last sampled token, 0 where nothing is sampled."""
         ends = [at_end(member, array) for member, array in zip(self.members, arrays, strict=True)]
         return np.array(ends, np.float64)
+
+    def at_turn_ends(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """f64[T] a member: of one array each, what stands at the last sampled token of each turn, else 0."""
+        out = []
+        for member, array in zip(self.members, arrays, strict=True):
+            out.append(np.zeros(len(member.tokens), np.float64))
+            if len(array):  # not packed: nothing of it is trained
+                ends = turn_ends(member)
+                out[-1][ends] = array[ends]
+        return out
 
     def padded(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """[S, T] of one array a member, zeros behind each."""
@@ -142,6 +153,13 @@ class Scored:
 def num_sampled(member: Trajectory) -> int:
     """Tokens that the policy (or a script) made, whether or not they train."""
     return max(int((member.versions >= 0).sum()), member.num_trained)
+
+
+def turn_ends(member: Trajectory) -> np.ndarray:
+    """i64[n] indices of the last trained token of each turn that has any."""
+    tokens = np.flatnonzero(member.loss_mask)
+    turns = member.turn_ids[tokens]
+    return tokens[np.append(turns[1:] != turns[:-1], True)] if len(tokens) else tokens
 
 
 def num_turns(member: Trajectory) -> int:

@@ -96,6 +96,7 @@ CHOICES = {
     "divergence": ("tv", "kl"),
     "weight_level": ("sequence", "token"),
     "preference": ("sigmoid", "ipo"),
+    "reward_model_at": ("end", "turns"),
     "std_scope": ("group", "batch", "none"),
     "correction.level": ("none", "token", "segment", "geometric", "sequence"),
     "correction.mode": ("truncate", "mask"),

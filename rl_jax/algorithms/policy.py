@@ -209,15 +209,21 @@ class PolicyAlgorithm(Base):
             rewards = rewards + np.where(valid, overlong_penalty(
                 lengths, max_length=s.overlong.max_tokens, buffer=s.overlong.buffer, factor=s.overlong.factor
             ), 0.0)  # fmt: skip
-        if s.reward_model_coef:
+        of_turns = None
+        if s.reward_model_coef and s.reward_model_at == "turns":
+            scores = scored.at_turn_ends(extras["reward_scores"])
+            of_turns = [s.reward_model_coef * ok * own for ok, own in zip(valid, scores)]
+        elif s.reward_model_coef:
             scores = s.reward_model_coef * scored.at_end(extras["reward_scores"])
             rewards = rewards + np.where(valid, scores, 0.0)
         shaping = np.array([member.reward.parts.get(SHAPING, 0.0) for member in members])
         rewards = rewards + np.where(valid, shaping, 0.0)
-        scored = replace(scored, rewards=rewards)
+        scored = replace(scored, rewards=rewards, penalties=of_turns)
         if s.kl.coef and s.kl.where == "reward":
             coef = (state or {}).get("kl_coef", s.kl.coef)
             penalties, divergence = self._penalties(scored, coef)
+            if of_turns is not None:
+                penalties = [a + b for a, b in zip(of_turns, penalties, strict=True)]
             scored = replace(scored, penalties=penalties)
             if s.kl.target:
                 coef = next_kl_coef(

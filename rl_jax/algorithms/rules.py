@@ -281,6 +281,11 @@ def _rewards(s: AlgorithmSettings, entry: Entry, group_size: int) -> Iterator[st
     o, f, model = s.overlong, s.filter, s.reward_model_coef
     if model and not entry.reads_reward:
         yield f"algorithm.reward_model_coef={model}: {s.name} reads no reward; set it to 0"
+    if s.reward_model_at != "end" and not model:
+        yield (
+            f"algorithm.reward_model_at={s.reward_model_at} has no effect while reward_model_coef is 0; set"
+            " reward_model_coef, or leave it out"
+        )
     if model and (f.best_of or f.min_reward is not None):
         yield (
             f"algorithm.reward_model_coef={model} needs every member scored, and filter.best_of and filter.min_reward"

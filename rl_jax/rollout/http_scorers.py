@@ -53,7 +53,9 @@ class HttpScorers:
         counts: Counter[str] | None = None,
         of_turns: Iterable[str] = (),
     ):
-        """of_turns: names of those that must score turns. counts: reward_requests, reward_retries, and reward_TIMEOUT, _error, _schema of what was not scored."""
+        """of_turns: names of those that must score turns.
+
+        counts: reward_requests, reward_retries, and reward_TIMEOUT, _error, _schema of what was not scored."""
         self.counts: Counter[str] = Counter() if counts is None else counts
         self.log_dir: Path | None = None
         self._names, self._of_turns, self._settings = sorted(names), sorted(of_turns), settings

@@ -71,6 +71,7 @@ CHANGES = {
     "cov_high": (0.01, BAND | {"cov_share": 0.3}),
     "reward_weights": ({"form": 1.0}, {}),
     "reward_model_coef": (0.5, {}),
+    "reward_model_at": ("turns", {"reward_model_coef": 0.5}),
     "entropy_coef": (0.3, {}),
     "max_response_tokens": (
         7,

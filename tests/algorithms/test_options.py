@@ -71,6 +71,7 @@ def test_needs_follow_the_options():
         ({"name": "opd", "kl": KlSettings(0.1, "reward", "k1")}, "opd reads no reward"),
         ({"name": "opd", "reward_model_coef": 0.1}, "opd reads no reward"),
         ({"name": "dpo", "reward_model_coef": 0.1}, "reward_model_coef=0.1 is not read by dpo"),
+        ({"reward_model_at": "turns"}, "has no effect while reward_model_coef is 0"),
         ({"name": "opd_mixed", "reward_coef": 0.0}, "raise it, or use opd, which reads none"),
         ({"teacher_coef": 0.5}, "teacher_coef=0.5 is not read by grpo but by opd_mixed"),
         ({"reward_model_coef": 0.1, "filter": FilterSettings(best_of=2)}, "every member scored"),
@@ -291,6 +292,56 @@ def test_a_reward_models_score_joins_the_reward_before_groups_are_compared():
     assert unscored == [0.0]
     flat = make("dr_grpo", reward_model_coef=0.5, filter=FilterSettings(equal_rewards=True))
     assert [uid for uid, _ in flat.select(groups)[1]] == ["r/0/1", "r/0/2"]  # by the task alone
+
+
+def two_turns(group, sample, reward):
+    """Tokens 2, 3 and 6, 7 are sampled, of turns 0 and 1."""
+    member = fake_group(group, [reward] * 2, [8, 8]).trajectories[sample]
+    mask = np.array([0, 0, 1, 1, 0, 0, 1, 1], bool)
+    turn_ids = np.array([-1, -1, 0, 0, 1, 1, 1, 1], np.int16)
+    none = np.full(2, np.nan, np.float32)
+    versions = np.where(mask, 0, -1).astype(np.int32)
+    return replace(
+        member, loss_mask=mask, turn_ids=turn_ids, turn_rewards=none, versions=versions, sample_starts=(0,)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, returns",
+    [
+        # A turn's return is its own score and those after it; the task's reward stands on the last turn.
+        ("turn_reinforce", [[0.5 * (3 + 7) + 1, 0.5 * 7 + 1], [0.5 * (5 + 1), 0.5 * 1]]),
+        ("dr_grpo", [[0.5 * 10 + 1] * 2, [0.5 * 6] * 2]),
+    ],
+)
+def test_a_reward_model_scores_each_turn_at_its_end_and_credits_what_led_to_it(name, returns):
+    """By hand: at tokens 3 and 7 the model says 3, 7 and 5, 1; the other tokens' values are read by nobody."""
+    members = [two_turns(0, 0, 1.0), two_turns(0, 1, 0.0)]
+    group = replace(fake_group(0, [1.0, 0.0], [8, 8]), trajectories=tuple(
+        replace(m, reward=replace(m.reward, value=r)) for m, r in zip(members, (1.0, 0.0))
+    ))  # fmt: skip
+    said = [np.array([0, 0, 90, 3, 0, 0, 90, 7.0]), np.array([0, 0, 40, 5, 0, 0, 30, 1.0])]
+    own = {"std_scope": "none"} if name == "turn_reinforce" else {}
+    algorithm = make(name, reward_model_coef=0.5, reward_model_at="turns", **own)
+    assert algorithm.needs == {"reward_scores"}
+    values = algorithm.advantages([group], {"reward_scores": said}, None)[0]
+    means = np.mean(returns, axis=0)
+    for value, member, own in zip(values, group.trajectories, returns):
+        want = own - means
+        np.testing.assert_allclose(value[[2, 3, 6, 7]], want[[0, 0, 1, 1]], atol=1e-5)
+        assert not value[~member.loss_mask].any()
+
+
+def test_process_grpo_takes_every_turn_that_a_reward_model_scored_as_a_step():
+    """Normalised among all turns of the group, then summed over the turns that end at or after a token."""
+    members = [two_turns(0, 0, 0.0), two_turns(0, 1, 0.0)]
+    group = replace(fake_group(0, [0.0, 0.0], [8, 8]), trajectories=tuple(members))
+    said = [np.array([0, 0, 9, 3, 0, 0, 9, 7.0]), np.array([0, 0, 9, 5, 0, 0, 9, 1.0])]
+    algorithm = make("process_grpo", reward_model_coef=1.0, reward_model_at="turns", std_eps=1e-6)
+    values = algorithm.advantages([group], {"reward_scores": said}, None)[0]
+    z = (np.array([3, 7, 5, 1.0]) - 4) / np.std([3, 7, 5, 1.0], ddof=1)
+    assert values[0][[2, 6]] == pytest.approx([z[0] + z[1], z[1]], abs=1e-5)
+    assert values[1][[2, 6]] == pytest.approx([z[2] + z[3], z[3]], abs=1e-5)
 
 
 @pytest.mark.parametrize("coef", [0.1, 0.5])
