@@ -28,7 +28,7 @@ from rl_jax.remote import region
 from rl_jax.remote.channel import Channel, Lane
 from rl_jax.remote.region import NoRoom, Region
 from rl_jax.remote.store import Load, Store, StoreRefused
-from rl_jax.remote.transfer import Offers, PullRefused, unsupported
+from rl_jax.remote.transfer import Offers, PullRefused
 
 REGIONS = 2
 PATIENCE = 0.25  # of the time that is left, for a region that others still read
@@ -303,7 +303,7 @@ class Carriers:
         """Why the process cannot pull, or \"\": it is asked to pull a lone array."""
         with self._lock:
             known = self._reached.setdefault(channel, {}).get(PULLS)
-        if known is None and not (known := unsupported()):
+        if known is None:
             lone = {"lone": np.ones(1, np.float32)}
             load = replace(load, arrays=lone, end_s=min(load.end_s, time.monotonic() + TRY_S))
             try:

@@ -18,7 +18,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rl_jax.mesh import make_mesh
-from rl_jax.remote import carriers as carriers_module
 from rl_jax.remote import transfer
 from rl_jax.remote.carriers import Carriers
 from rl_jax.remote.channel import Answer
@@ -146,7 +145,6 @@ class Process:
 
 def test_jax_without_the_module_is_told_in_one_line_and_the_channel_carries(caplog, monkeypatch):
     monkeypatch.setattr(transfer, "unsupported", lambda: "jax 0.1 has none")
-    monkeypatch.setattr(carriers_module, "unsupported", transfer.unsupported)
     process, carriers = Process(), Carriers("transfer")
     for sync_id in ("v3.1", "v3.2"):
         carriers.carry("decode.0", process, load({"up": np.ones(9, np.float32)}, sync_id=sync_id))
