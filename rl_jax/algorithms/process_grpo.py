@@ -2,8 +2,8 @@
 
 z = (turn reward - mean) / (std + std_eps) over all rewarded turns of the group's scored episodes; a token's advantage
 is the sum of z over the turns that end at or after it. Turn rewards are the environment's; a turn that it gave none
-(None, not 0.0) is no step, unless a reward model scores turns (reward_model_at). What a scorer or shaping adds to the episode's reward stands on the last turn, KL in the
-reward on the turn of its token. Loss: PPO clip.
+(None, not 0.0) is no step, unless a reward model scores turns (reward_model_at). What a scorer or shaping adds to the
+episode's reward stands on the last turn, KL in the reward on the turn of its token. Loss: PPO clip.
 Source: DeepSeekMath arXiv:2402.03300, section 4.1.3. Differs: steps are turns and not pieces of one answer.
 """
 

@@ -6,7 +6,9 @@ import pytest
 
 pytest.importorskip("textarena", reason="needs the extra textarena")
 
-from envs.textarena import TextArena
+import textarena
+
+from envs.textarena import TextArena, _said
 from rl_jax.types import Action
 
 
@@ -37,6 +39,25 @@ def test_games_of_one_process_do_not_share_a_generator():
     mixed = answers(TextArena(), task, moves, lambda: TextArena().reset(other, 0))
     assert mixed == alone and random.getstate() == before
     assert answers(TextArena(), other, [])[0] != alone[0]
+
+
+def test_a_game_goes_on_as_it_does_alone_with_pythons_own_generator():
+    """Its state is kept from move to move: a state that began anew at each would draw the same tile again."""
+    task = TextArena.tasks({"id": "2048-v0"}, "train")[0]
+    moves = ["up", "left", "down", "right"] * 3
+    before = random.getstate()
+    try:
+        random.setstate(random.Random(task.payload["seed"]).getstate())
+        game = textarena.make("2048-v0-raw")
+        game.reset(num_players=1, seed=task.payload["seed"])
+        alone = [_said(game)]
+        for move in moves:
+            game.step(action=f"[{move}]")
+            alone.append(_said(game))
+    finally:
+        random.setstate(before)
+    seen = answers(TextArena(), task, moves)
+    assert [one.messages[0].content for one in seen] == alone and len(set(alone)) == 13
 
 
 def test_what_cannot_be_played_is_told():
