@@ -168,9 +168,8 @@ class TaskSource:
 class CurriculumSettings:
     """Which tag the next task is of. With one, a batch holds groups of any tags and not equal shares."""
 
-    name: str = (
-        "none"  # none: equal shares of the tags | dump: by the advantages that training made
-    )
+    # none: equal shares of the tags | dump: by the advantages that training made
+    name: str = "none"
     window: int = 300  # trained episodes of a tag that count
     tau: float = 0.1  # softmax temperature of the scores; mean |advantages| are its scale
     floor: float = 0.1  # share of the draws that is uniform; 0..1
@@ -269,9 +268,8 @@ class CorrectionSettings:
     mode: str | None = None  # truncate: into [low, high] | mask: 0 outside
     low: float | None = None
     high: float | None = None
-    reject_stat: str = (
-        "none"  # none | ratio (in [reject_low, reject_high]) | k2 | k3 (at most high)
-    )
+    # none | ratio (in [reject_low, reject_high]) | k2 | k3 (at most high)
+    reject_stat: str = "none"
     reject_level: str = "token"  # token | segment | seq_sum | seq_mean | seq_max
     reject_low: float = 0.0
     reject_high: float = 2.0
@@ -326,9 +324,8 @@ class FilterSettings:
     mean_above: float | None = None  # keep mean reward above it, exclusive
     mean_below: float | None = None
     # Rejection sampling: other members train nothing, but their rewards stay in the group's statistics.
-    min_reward: float | None = (
-        None  # train members of at least this reward; a group without one is dropped
-    )
+    # Train members of at least min_reward; a group without one is dropped.
+    min_reward: float | None = None
     best_of: int = 0  # train the best so many of each group; 0 = all
 
 
