@@ -46,7 +46,7 @@ MAY_CHANGE = (
     "serve.progress_timeout_s",
     "weights.deadline_s",
     "weights.retries",
-    "weights.max_digest_failures",
+    "weights.max_failures",
     "weights.bucket_bytes",
     "weights.transport",
     "rollout.*_timeout_s",

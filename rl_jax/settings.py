@@ -485,7 +485,7 @@ class WeightSettings:
     )  # smaller ones lose to the host's work a bucket (benchmarks/README.md)
     deadline_s: float = 60.0
     retries: int = 3  # of a sync that ends ABORTED; then exit code 5
-    max_digest_failures: int = 3  # of a server in a row: then it is removed from the run
+    max_failures: int = 3  # syncs in a row that a server fails: then it is removed from the run
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ INTERVALS = {
     "weights.bucket_bytes": "[1, inf)",
     "weights.deadline_s": "(0, inf)",
     "weights.retries": "[0, inf)",
-    "weights.max_digest_failures": "[1, inf)",
+    "weights.max_failures": "[1, inf)",
     "checkpoint.every": "[0, inf)",
     "checkpoint.keep": "[1, inf)",
     "checkpoint.deadline_s": "(0, inf)",

@@ -11,9 +11,10 @@ Ends: PUBLISHED: every server; PARTIAL: some servers are fenced, at least one de
 ABORTED: nothing was committed, all discarded, the old version serves everywhere; FAILED: commits began and no decode
 server acknowledged, so no version can be relied on.
 Invariants: a server that failed in any phase, or may hold another version than the published one, is fenced before
-publish returns; it is refitted by the next sync it gets through, unless it is still stuck in a call, or its digest was
-wrong max_digest_failures times in a row: then it is removed, fenced for good. The version only rises; every server call
-is made from that server's lane with a deadline; calls of one sync carry one sync_id, so a repeated call is harmless.
+publish returns; it is refitted by the next sync it gets through, unless it is still stuck in a call, or failed
+max_failures syncs in a row: then it is removed, fenced for good. A process that is away does not count: how often it
+may come back is the cluster's to say. The version only rises; every server call is made from that server's lane with a
+deadline; calls of one sync carry one sync_id, so a repeated call is harmless.
 Must not: retry (the driver's), read servers' state, or hold a lock.
 """
 
@@ -66,9 +67,7 @@ class WeightSync:
         self._targets = {t.name: t for t in targets}
         self._lanes = {name: Lane(name) for name in (*self._targets, "train")}
         self._fenced: dict[str, str] = {}  # server -> why
-        self._mismatches: Counter[str] = (
-            Counter()
-        )  # digests in a row that were not the train state's
+        self._failures: Counter[str] = Counter()  # syncs in a row, by server
         self._attempts = 0
         self._last: SyncResult | None = None
 
@@ -114,16 +113,16 @@ class WeightSync:
     @property
     def removed(self) -> frozenset[str]:
         """Servers that no sync is for any more."""
-        most = self.settings.max_digest_failures
-        return frozenset(name for name, num in self._mismatches.items() if num >= most)
+        most = self.settings.max_failures
+        return frozenset(name for name, num in self._failures.items() if num >= most)
 
-    def mismatch(self, name: str, why: str) -> str:
-        """The server's digest was another one. Returns: why it fails this sync, or every one from now on."""
-        self._mismatches[name] += 1
+    def failure(self, name: str, why: str) -> str:
+        """The server failed a sync, once each. Returns: why it fails this sync, or every one from now on."""
+        self._failures[name] += 1
         if name not in self.removed:
             return why
-        limit = f"weights.max_digest_failures={self.settings.max_digest_failures}"
-        why = f"removed, as {self._mismatches[name]} digests in a row were wrong ({limit}): {why}"
+        limit = f"weights.max_failures={self.settings.max_failures}"
+        why = f"removed, as it failed {self._failures[name]} syncs in a row ({limit}): {why}"
         log.error("server %s is %s", name, why)
         self.fence(name, why)  # also where the sync as a whole leaves the old version serving
         return why
@@ -134,7 +133,7 @@ class WeightSync:
 
     def refitted(self, name: str) -> None:
         self._fenced.pop(name, None)
-        del self._mismatches[name]
+        del self._failures[name]
 
 
 class _Attempt:
@@ -226,7 +225,7 @@ class _Attempt:
             if differing := want.differing(got):
                 more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
                 why = f"digest differs for parameter {differing[0]}{more}"
-                self.failed[name] = self.sync.mismatch(name, why)
+                self.failed[name] = self.sync.failure(name, why)
         return None
 
     def source_digest(self) -> Digest:
@@ -245,7 +244,8 @@ class _Attempt:
         }
         for name, ack in self.collect(calls, "its commit", GRACE_S).items():
             if ack.version != self.version:
-                self.failed[name] = f"acknowledged version {ack.version}, not {self.version}"
+                why = f"acknowledged version {ack.version}, not {self.version}"
+                self.failed[name] = self.sync.failure(name, why)
             else:
                 self.acks.append(ack)
                 self.sync.refitted(name)
@@ -287,13 +287,13 @@ class _Attempt:
             except Overdue as error:
                 overdue = True
                 self.sync._lanes[name].overdue = future
-                self.failed[name] = (
-                    f"{error} ({self.sync.settings.deadline_s:g} s, weights.deadline_s)"
-                )
-            except (
-                Exception
-            ) as error:  # the boundary to a server: its failure must not stop the others
+                why = f"{error} ({self.sync.settings.deadline_s:g} s, weights.deadline_s)"
+                self.failed[name] = self.sync.failure(name, why)
+            except ConnectionError as error:
                 self.failed[name] = f"{type(error).__name__}: {error}"
+            except Exception as error:  # the boundary to a server: the others go on
+                why = f"{type(error).__name__}: {error}"
+                self.failed[name] = self.sync.failure(name, why)
         if overdue:
             self.begin_phase()  # the late one has used up the others' time
         return results

@@ -204,7 +204,7 @@ def test_corrupt_shard_on_the_only_decode_server_aborts_and_a_retry_can_succeed(
 
 
 def test_server_whose_digests_are_wrong_in_a_row_is_removed_and_not_asked_again(fleet):
-    f = fleet(faults={"decode.0": corrupt(shard=0)}, max_digest_failures=2)
+    f = fleet(faults={"decode.0": corrupt(shard=0)}, max_failures=2)
     bad = f.servers["decode.0"]
     assert f.sync.publish(f.train.params, 0).state == "PARTIAL" and not f.sync.removed
     well, bad._fault = bad._fault, lambda phase, s: None
@@ -212,9 +212,7 @@ def test_server_whose_digests_are_wrong_in_a_row_is_removed_and_not_asked_again(
     bad._fault = well
     assert f.sync.publish(f.train.params, 2).state == "PARTIAL" and not f.sync.removed
     result = f.sync.publish(f.train.params, 3)
-    why = (
-        "removed, as 2 digests in a row were wrong (weights.max_digest_failures=2): digest differs"
-    )
+    why = "removed, as it failed 2 syncs in a row (weights.max_failures=2): digest differs"
     assert result.state == "PARTIAL" and why in result.detail and why in bad.fenced
     f.flush()
     asked, bad._fault = list(bad.calls), lambda phase, s: None
@@ -223,13 +221,33 @@ def test_server_whose_digests_are_wrong_in_a_row_is_removed_and_not_asked_again(
     assert bad.calls == asked and bad.fenced and f.servers["decode.1"].version == 4
 
 
+@pytest.mark.parametrize("phase", ["stage", "digest", "commit"])
+def test_server_that_fails_in_a_row_is_removed_and_one_that_is_away_is_not(fleet, phase):
+    f = fleet(faults={"decode.0": fail(phase)}, max_failures=2)
+    bad = f.servers["decode.0"]
+    for version in range(2):
+        assert f.sync.publish(f.train.params, version).state == "PARTIAL"
+    assert f.sync.removed == {"decode.0"} and "it failed 2 syncs in a row" in bad.fenced
+
+    def away(now, server):
+        if now == phase:
+            raise ConnectionError("its process ended")
+
+    g = fleet(faults={"decode.0": away}, max_failures=2)
+    for version in range(4):
+        assert g.sync.publish(g.train.params, version).state == "PARTIAL"
+    assert not g.sync.removed
+    g.servers["decode.0"]._fault = lambda phase, server: None
+    assert g.sync.publish(g.train.params, 4).state == "PUBLISHED"
+
+
 def test_last_decode_server_that_is_removed_ends_every_sync_by_its_cause(fleet):
-    f = fleet(faults={"decode.0": corrupt(shard=0)}, decode=1, max_digest_failures=2)
+    f = fleet(faults={"decode.0": corrupt(shard=0)}, decode=1, max_failures=2)
     for _ in range(2):
         assert f.sync.publish(f.train.params, 0).state == "ABORTED"
     start, result = time.monotonic(), f.sync.publish(f.train.params, 0)
     assert (result.state, result.fenced) == ("ABORTED", ("decode.0",))
-    assert result.detail.startswith("no decode server is left; decode.0: removed, as 2 digests in")
+    assert result.detail.startswith("no decode server is left; decode.0: removed, as it failed 2")
     assert not result.acked and time.monotonic() - start < 5
 
 
