@@ -378,9 +378,7 @@ class AlgorithmSettings:
     teacher_coef: float | None = None  # opd_mixed: of the teacher's; 0 = off, and none in memory
     # weight of the reward model's score of an episode, beside the task's reward; 0 = off, and none in memory
     reward_model_coef: float = 0.0
-    reward_model_at: str = (
-        "end"  # end | turns: it scores the episode, or each turn of it at that turn's end
-    )
+    reward_model_at: str = "end"  # end | turns: read at the end of the episode, or of each turn
     advantage_clip: float = 0.0  # largest absolute advantage; 0 = no bound
     positive_weight: float = 1.0  # factor of advantages above 0, after the clip
     negative_weight: float = 1.0  # of those below 0

@@ -113,8 +113,21 @@ def become_root():
 
 def run_setuid_program(path):
     """Gain another user's rights by a program with the setuid bit."""
-    told = subprocess.run([path, "-u"], stdout=subprocess.PIPE).stdout.decode().strip()
-    return f"ran as {told}" if told == "0" and os.getuid() != 0 else None
+    null = subprocess.DEVNULL
+    child = subprocess.Popen([path], stdin=subprocess.PIPE, stdout=null, stderr=null)
+    try:
+        for _ in range(
+            20
+        ):  # it has the rights from its first instruction, whatever it does with them
+            with open(f"/proc/{child.pid}/status") as file:
+                ids = next(line.split() for line in file if line.startswith("Uid:"))
+            if ids[2] == "0" and os.getuid() != 0:
+                return "it runs as root"
+            time.sleep(0.005)
+    finally:
+        child.kill()
+        child.wait()
+    return None
 
 
 def connect_tcp(address, port):

@@ -20,7 +20,8 @@ import pytest
 
 from rl_jax.sandbox.records import Job, Limits
 
-SOURCE = Path(__file__).with_name("attempts.py").read_bytes()
+ATTEMPTS_PATH = str(Path(__file__).with_name("attempts.py"))
+SOURCE = Path(ATTEMPTS_PATH).read_bytes()
 MIB = 1 << 20
 LIMITS = Limits(
     wall_s=10.0, cpu_s=2, memory_bytes=192 * MIB, processes=24, file_bytes=2 * MIB,
@@ -38,9 +39,9 @@ class Attempt:
     outside: str = ""  # of the control
     limit: str = ""  # that may end it (any of several words), if it does not end by itself and say that it is contained
     limits: Limits = field(default=LIMITS)
-    control: str = (
-        "outside"  # outside | root: outside, as root | raised: inside, under `raised` | none
-    )
+    # outside | root: outside, as root | user: outside, as a plain user | terminal: outside, on a terminal of its own |
+    # raised: inside, under `raised`
+    control: str = "outside"
     raised: Limits = field(default=LIMITS)
 
 
@@ -55,7 +56,7 @@ ATTEMPTS = {
     "nested_namespace": Attempt(),
     "symlink_out": Attempt("{secret_file}", "{secret_file}"),
     "become_root": Attempt(control="root"),
-    "run_setuid_program": Attempt("{setuid}", "{setuid}", control="none"),
+    "run_setuid_program": Attempt("{setuid}", "{setuid}", control="user"),
     "connect_tcp": Attempt("127.0.0.1 {port}", "127.0.0.1 {port}"),
     "connect_abstract": Attempt("{socket}", "{socket}"),
     "route_to": Attempt("169.254.169.254", "127.0.0.1"),
@@ -80,7 +81,7 @@ ATTEMPTS = {
     "make_device": Attempt(control="root"),
     "set_kernel": Attempt("/proc/sys/kernel/printk", "/proc/sys/kernel/printk", control="root"),
     "use_keyring": Attempt(),
-    "type_into_terminal": Attempt(control="none"),
+    "type_into_terminal": Attempt(control="terminal"),
 }  # fmt: skip
 SECRET = "planted-0f3a9c"
 
@@ -146,7 +147,7 @@ def test_an_attempt_is_contained(name, backend, world):
 
 
 @pytest.mark.slow(seconds=4)
-@pytest.mark.parametrize("name", [n for n, a in ATTEMPTS.items() if a.control != "none"])
+@pytest.mark.parametrize("name", ATTEMPTS)
 def test_the_attempt_succeeds_without_what_contains_it(name, world, request):
     attempt = ATTEMPTS[name]
     if attempt.control == "raised":
@@ -156,7 +157,14 @@ def test_the_attempt_succeeds_without_what_contains_it(name, world, request):
         if attempt.control == "root" and not IS_ROOT:
             pytest.skip("the control needs root")
         words = filled(attempt.outside, world)
-        said = outside(name, words, world.folder) if name != "mount" else unshared(world)
+        if attempt.control == "user":
+            said = as_user(name, words)
+        elif attempt.control == "terminal":
+            said = on_terminal(f"runpy.run_path({ATTEMPTS_PATH!r}, run_name='__main__')", name)
+            if "EIO" in said:
+                pytest.skip("this kernel lets no one but root type into a terminal")
+        else:
+            said = outside(name, words, world.folder) if name != "mount" else unshared(world)
     assert "ESCAPED" in said, said
 
 
@@ -167,6 +175,50 @@ def unshared(world):
         ["unshare", "--mount", sys.executable, script, "mount"], capture_output=True, text=True, timeout=30, check=False
     )  # fmt: skip
     return told.stdout
+
+
+def as_user(name, words):
+    """What the attempt says as a user who is not root, and who may gain rights by running programs."""
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if python is None or not Path(words[0]).is_file():
+        pytest.skip(f"there is no {'python3 for every user' if python is None else words[0]}")
+    user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if IS_ROOT else []
+    command = [*user, python, "-", name, *words]
+    told = subprocess.run(
+        command, input=SOURCE, stdout=subprocess.PIPE, cwd="/", timeout=30, check=False
+    )
+    if b"NoNewPrivs:\t1" in Path("/proc/self/status").read_bytes():
+        pytest.skip("this process may gain no rights itself")
+    return told.stdout.decode()
+
+
+def on_terminal(code, name):
+    """What Python code with argv (attempts.py, name) prints, run as the owner of a terminal of its own."""
+    ours, theirs = os.openpty()
+    own = f"fcntl.ioctl(0, termios.TIOCSCTTY, 0); sys.argv[1:] = [{name!r}]"
+    program = f"import fcntl, runpy, sys, termios; {own}; {code}"
+    try:
+        told = subprocess.run(
+            [sys.executable, "-c", program], stdin=theirs, stdout=subprocess.PIPE, start_new_session=True,
+            cwd=Path(__file__).parents[2], timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    return told.stdout.decode()
+
+
+@pytest.mark.slow
+def test_the_terminal_that_the_driver_was_started_from_is_not_reached(backend):
+    """As the control, but the attempt is inside, and the terminal is that of the process which opens the sandbox."""
+    code = (
+        "from rl_jax.sandbox.load import open_sandbox; from rl_jax.sandbox.records import Job;"
+        f" job = Job(('python3', 'attempts.py', sys.argv[1]),"
+        f" files={{'attempts.py': open({ATTEMPTS_PATH!r}, 'rb').read()}});"
+        f" print(open_sandbox({backend.name!r}).run(job).stdout.decode())"
+    )
+    said = on_terminal(code, "type_into_terminal")
+    assert said.startswith("contained: "), said
 
 
 def processes_with(mark):
