@@ -9,8 +9,10 @@ every turn.
     self       the policy plays both sides (self-play)
     random     a scripted player that takes anything is the other side
     perfect    a scripted player that wins wherever it can is the other side
-Where the other side is scripted, positions are those that the policy's side can win. `eval` always has the perfect
-opponent and such positions, so that a reward of 1 there says that the policy played without a mistake.
+    endpoint   a policy that does not change, such as a past checkpoint, is the other side (opponents.py); where it says
+               no legal move a random one is made for it, which is counted (info["opponent_slips"])
+Where the other side is not the policy, positions are those that the policy's side can win. `eval` always has the
+perfect opponent and such positions, so that a reward of 1 there says that the policy played without a mistake.
 
 Credit: the winner +1, the loser -1. A text without a legal move forfeits: that side gets -1, the other 0, since it won
 nothing by its play. What a side gets stands in info["reward/first"] and info["reward/second"] of the last step, which
@@ -28,15 +30,16 @@ import itertools
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from envs import read_config
+from envs.opponents import EndpointConfig, ask
 from envs.splits import check_split
 from rl_jax.types import Action, Message, StepResult, Task
 
 SIDES = ("first", "second")
-OPPONENTS = ("self", "random", "perfect")
+OPPONENTS = ("self", "random", "perfect", "endpoint")
 NAMES = "ABCDEFGH"
 MOVE = re.compile(r"(?<![\w'])([A-H])\s*(\d{1,3})(?!\w)", re.I)
 
@@ -48,7 +51,10 @@ INSTRUCTIONS = (
 
 @dataclass(frozen=True)
 class TwoPlayerConfig:
-    opponent: str = "self"  # self | random | perfect
+    opponent: str = "self"  # self | random | perfect | endpoint
+    endpoint: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of opponent=endpoint: EndpointConfig
     num_heaps: int = 3  # 1..8
     max_heap: int = 7  # objects
     num_tasks: int = 32  # of train
@@ -60,6 +66,11 @@ class TwoPlayerConfig:
         if self.opponent not in OPPONENTS:
             raise ValueError(
                 f"two_player: opponent={self.opponent!r} is not one of {', '.join(OPPONENTS)}"
+            )
+        if (self.opponent == "endpoint") != bool(self.endpoint):
+            raise ValueError(
+                f"two_player: endpoint={dict(self.endpoint)!r:.80} with opponent={self.opponent!r}; the keys of"
+                " endpoint are what opponent=endpoint needs, and nothing else reads them"
             )
         if not 1 <= self.num_heaps <= len(NAMES) or not 1 <= self.max_heap <= 99:
             raise ValueError(
@@ -82,6 +93,9 @@ class TwoPlayer:
         self._to_move = SIDES[0]
         self._sides: tuple[str, ...] = SIDES  # that the policy plays
         self._opponent, self._rng = "self", random.Random(0)
+        self._instructions = ""
+        self._endpoint: EndpointConfig | None = None
+        self._num_slips = 0  # of the endpoint: no legal move
         self._is_solving: bool | None = None
 
     @classmethod
@@ -102,7 +116,10 @@ class TwoPlayer:
         self._heaps, self._to_move = list(payload["heaps"]), SIDES[0]
         self._sides, self._opponent = tuple(payload["sides"]), payload["opponent"]
         self._rng, self._is_solving = random.Random(f"{seed}/{task.id}"), None
-        said = [payload["instructions"]] if payload["instructions"] else []
+        endpoint = payload.get("endpoint")
+        self._endpoint, self._num_slips = EndpointConfig(**endpoint) if endpoint else None, 0
+        self._instructions = payload["instructions"]
+        said = [self._instructions] if self._instructions else []
         if self._to_move not in self._sides:
             said.append(self._answer())
         return self._seen("\n\n".join([*said, self._position()]))
@@ -144,13 +161,28 @@ class TwoPlayer:
     def _answer(self) -> str:
         """The scripted side moves; what is said of it."""
         mover = self._to_move
-        if self._opponent == "perfect":
-            heap, number = best_move(self._heaps, self._rng)
-        else:
-            heap = self._rng.choice([i for i, size in enumerate(self._heaps) if size])
-            number = self._rng.randint(1, self._heaps[heap])
-        self._take(heap, number)
+        heap, number = self._chosen()
+        if not self._take(heap, number):
+            self._num_slips += 1
+            heap, number = self._any_move()
+            self._take(heap, number)
         return f"The {mover} player takes {NAMES[heap]}{number}."
+
+    def _chosen(self) -> tuple[int, int]:
+        """The move that the other side wants, legal or not. Raises: ConnectionError where its endpoint has none."""
+        if self._endpoint is not None:
+            # The whole state is in the position, so what was said before is not repeated.
+            text = "\n\n".join(filter(None, [self._instructions, self._position()]))
+            return parse_move(
+                ask(self._endpoint, [Message("user", text)], self._rng.getrandbits(31))
+            )
+        return (
+            best_move(self._heaps, self._rng) if self._opponent == "perfect" else self._any_move()
+        )
+
+    def _any_move(self) -> tuple[int, int]:
+        heap = self._rng.choice([i for i, size in enumerate(self._heaps) if size])
+        return heap, self._rng.randint(1, self._heaps[heap])
 
     def _position(self) -> str:
         heaps = " ".join(f"{NAMES[i]}:{size}" for i, size in enumerate(self._heaps))
@@ -166,6 +198,8 @@ class TwoPlayer:
         own = {side: credit[side] for side in self._sides}
         info = {f"reward/{side}": value for side, value in own.items()}
         info |= {"forfeit": float(is_forfeit)}
+        if self._endpoint is not None:
+            info["opponent_slips"] = float(self._num_slips)
         if len(own) == 1:
             info["success"] = float(sum(own.values()) == 1.0)
         return StepResult((), sum(own.values()), True, info=info)
@@ -221,6 +255,9 @@ def _task(
 ) -> Task:
     winner = SIDES[0] if nim_sum(heaps) else SIDES[1]
     example = f"{NAMES[0]}1"
+    endpoint = (
+        asdict(read_config(EndpointConfig, config.endpoint)) if opponent == "endpoint" else None
+    )
     return Task(
         id=f"{split}/{i}-{'-'.join(map(str, heaps))}",
         env="two_player",
@@ -231,6 +268,7 @@ def _task(
             "opponent": opponent,
             "sides": list(SIDES) if opponent == "self" else [winner],
             "instructions": config.instructions.replace("{example}", example),
+            **({"endpoint": endpoint} if endpoint else {}),
         },
         reward="env",
         max_turns=sum(heaps),

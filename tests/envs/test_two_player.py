@@ -1,7 +1,11 @@
 """Two players: rules and credit by hand, and self-play through the real rollout up to each side's advantages."""
 
+import json
 import random
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -114,10 +118,94 @@ def test_self_play_in_the_rollout_credits_each_side(tmp_path):
     assert all(np.all(v[~t.loss_mask] == 0) for v, t in zip(values, (won, forfeited)))
 
 
+@contextmanager
+def endpoint(answers):
+    """(url, what was asked) of a chat API that says one of `answers` after the other; bytes as they are."""
+    asked = []
+
+    class Api(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((self.path, self.headers.get("Authorization"), json.loads(body)))
+            said = answers[len(asked) - 1]
+            if not isinstance(said, bytes):
+                said = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, *args): ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        server.shutdown()
+        thread.join(5)
+        server.server_close()
+
+
+def frozen_game(heaps, sides, url, **more):
+    task = game(heaps, "endpoint", sides)
+    settings = {"url": url, "model": "past", "timeout_s": 2.0, **more}
+    return replace(task, payload={**task.payload, "instructions": "Nim.", "endpoint": settings})
+
+
+def test_a_frozen_policy_plays_the_other_side_and_its_turns_get_no_credit(tmp_path):
+    """Heaps 2 and 2, the policy second: the past one takes A1, then says nonsense, for which A1 or a rest is taken."""
+    (tmp_path / "token").write_text("secret\n")
+    with endpoint(["I take A1", "well", "A1"]) as (url, asked):
+        env = TwoPlayer()
+        task = frozen_game([2, 2], ["second"], url, token_file=str(tmp_path / "token"))
+        seen = env.reset(task, 0)
+        assert seen.messages[0].content == (
+            "Nim.\n\nThe first player takes A1.\n\nA:1 B:2\nYou are the second player."
+        )
+        assert asked[0][:2] == ("/v1/chat/completions", "Bearer secret")
+        assert asked[0][2]["model"] == "past" and asked[0][2]["messages"] == [
+            {"role": "user", "content": "Nim.\n\nA:2 B:2\nYou are the first player."}
+        ]
+        seen = env.step(
+            Action("B1")
+        )  # 1, 1: the other side says no move, and takes one or the other
+        assert seen.to_agent == "second" and sum(env._heaps) == 1
+        seen = env.step(Action("A1" if env._heaps[0] else "B1"))
+    assert seen.done and seen.reward == 1.0
+    assert seen.info == {
+        "reward/second": 1.0, "forfeit": 0.0, "success": 1.0, "opponent_slips": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "said, told",
+    [(b"<html>", "status 200, no chat completion: '<html>'"), (b'{"choices": []}', "no chat")],
+)
+def test_an_endpoint_that_gives_no_answer_decides_no_game(said, told):
+    with endpoint([said]) as (url, _), pytest.raises(ConnectionError, match=told):
+        TwoPlayer().reset(frozen_game([2, 1], ["second"], url), 0)
+    with pytest.raises(ConnectionError, match="Connection refused"):  # it is closed now
+        TwoPlayer().reset(frozen_game([2, 1], ["second"], url), 0)
+
+
+def test_tasks_against_a_frozen_policy_hold_where_it_is_and_eval_has_the_perfect_one():
+    config = {"opponent": "endpoint", "endpoint": {"url": "http://h:1/v1", "model": "m"}}
+    for split, name in (("train", "endpoint"), ("eval", "perfect")):
+        task = TwoPlayer.tasks(config, split)[0]
+        assert task.payload["opponent"] == name and len(task.payload["sides"]) == 1
+        assert ("endpoint" in task.payload) == (split == "train")
+
+
 @pytest.mark.parametrize(
     "config, told",
     [
-        ({"opponent": "me"}, "opponent='me' is not one of self, random, perfect"),
+        ({"opponent": "endpoint"}, "the keys of endpoint are what opponent=endpoint needs"),
+        ({"endpoint": {"url": "http://h", "model": "m"}}, "with opponent='self'"),
+        ({"opponent": "endpoint", "endpoint": {"url": "h:1", "model": "m"}}, "url='h:1' and model"),
+        ({"opponent": "endpoint", "endpoint": {"uri": 1}}, "'uri' (use url)"),
+        ({"opponent": "me"}, "opponent='me' is not one of self, random, perfect, endpoint"),
         ({"num_heaps": 9}, "num_heaps=9 must be in 1..8"),
         ({"max_heap": 0}, "max_heap=0 in 1..99"),
         ({"num_tasks": 100}, "make 84 positions"),
