@@ -2,8 +2,8 @@
 
     python -m rl_jax.launch --config=self_play
 
-Success is the share of evaluation games that are won against a player that makes no mistake, from positions that can
-be won: docs/environments.md has the curve.
+One seed: self-play rids the policy of moves against the rules (12 % of games in the first 25 steps, 1.5 % in the last)
+and does not teach it, in 100 steps, to win against a player that makes no mistake (docs/environments.md).
 """
 
 from ml_collections import ConfigDict
