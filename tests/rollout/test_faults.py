@@ -49,19 +49,26 @@ BLOCKING = """
 def blocking(tmp_path, monkeypatch):
     (tmp_path / "blocking_env.py").write_text(textwrap.dedent(BLOCKING), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    sources = [TaskSource(n.lower(), f"blocking_env:{n}") for n in ("Blocking", "Async")]
-    bench = Bench([GOOD, *sources], env_workers=2, step_timeout_s=20.0)
-    yield bench
-    bench.close()
+    made = []
+
+    def make(name):
+        source = TaskSource(name.lower(), f"blocking_env:{name}")
+        made.append(Bench([GOOD, source], env_workers=2, step_timeout_s=20.0))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.close()
 
 
 @pytest.mark.slow
 def test_blocking_code_of_an_environment_never_holds_the_drivers_loop(tmp_path, blocking):
     """Fault 5. The environments wait for what the loop itself does later: a loop that they held would never do it."""
+    bench = blocking("Blocking")
 
     async def play():
-        held = await blocking.open("blocking")
-        other = await blocking.open("good", uid="r/0/0/1")
+        held = await bench.open("blocking")
+        other = await bench.open("good", uid="r/0/0/1")
         assert held._worker is not other._worker
         await held.reset()
         await other.reset()
@@ -77,20 +84,15 @@ def test_blocking_code_of_an_environment_never_holds_the_drivers_loop(tmp_path, 
         await held.close()
         await other.close()
 
-    blocking.run(play())
+    bench.run(play())
 
 
 @pytest.mark.slow
 def test_an_async_step_is_refused_with_the_remedy(blocking):
     """Fault 5: nobody awaits it, wherever it would block."""
-
-    async def play():
-        handle = await blocking.open("async")
-        await handle.reset()
-        await handle.step(Action("x"))
-
-    with pytest.raises(EnvError, match="step: is async; write def: an environment may block"):
-        blocking.run(play())
+    line = r"step\(\) of Async is async; write plain code, which may block"
+    with pytest.raises(EnvError, match=line):
+        blocking("Async")
 
 
 class OneIn:
