@@ -11,7 +11,6 @@ compared in constant time, and bodies are bounded as the public plane's are.
 """
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -27,6 +26,7 @@ from rl_jax.http.transport import (
     Scope,
     Send,
     check_head,
+    check_token,
     read_body,
     send_json,
 )
@@ -96,11 +96,7 @@ class Admin:
     async def _answer(self, scope: Scope, receive: Receive) -> Any:
         check_head(scope, self._api.limits, bool(self._token))
         headers, method, path = dict(scope["headers"]), scope["method"], scope["path"]
-        given = headers.get(b"authorization", b"")
-        if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):
-            raise ApiError(
-                401, "no such token; send Authorization: Bearer TOKEN", None, "invalid_api_key"
-            )
+        check_token(headers, self._token)
         if (method, path) not in self._routes:
             known = ", ".join(f"{m} {p}" for m, p in self._routes)
             is_path = any(p == path for _, p in self._routes)

@@ -8,7 +8,6 @@ an answer that is not 200 is an ApiError's.
 """
 
 import asyncio
-import hmac
 import logging
 import math
 import time
@@ -42,6 +41,7 @@ from rl_jax.http.transport import (
     Scope,
     Send,
     check_head,
+    check_token,
     read_body,
     send_bytes,
     send_events,
@@ -161,13 +161,8 @@ class Api:
 
     def check_token(self, path: str, headers: Mapping[bytes, bytes]) -> None:
         """Raises: ApiError 401."""
-        if not self._token or path in OPEN:
-            return
-        given = headers.get(b"authorization", b"")
-        if not hmac.compare_digest(given, b"Bearer " + self._token):
-            raise ApiError(
-                401, "no such token; send Authorization: Bearer TOKEN", None, "invalid_api_key"
-            )
+        if path not in OPEN:
+            check_token(headers, self._token)
 
     def check_room(self, num: int = 1) -> None:
         """Raises: ApiError 503 while the server ends, 429 where too much is under way."""

@@ -7,12 +7,12 @@ Must not: know tokens, or what a server can do.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rl_jax import strict_json
 from rl_jax.http.errors import ApiError, bad, unsupported
 
 EXACT = 2**53  # below it floats hold every integer
@@ -110,19 +110,33 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(Body):
-    """What OpenAI's two interfaces share, vLLM's additions and ours."""
+class Drawing(Body):
+    """How tokens are drawn, and what ends them, in every interface's words."""
 
-    model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
-    seed: Seed | None = None
     stop: Stops | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
+
+
+class Placing(Body):
+    """Where and when a request runs: ours, in every interface."""
+
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    session_id: Name | None = None
+    min_weight_version: Count | None = None
+    timeout_s: Annotated[float, Field(gt=0)] | None = None
+
+
+class SamplingFields(Drawing, Placing):
+    """What OpenAI's two interfaces share, vLLM's additions and ours."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: Seed | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -130,12 +144,8 @@ class SamplingFields(Body):
     logprobs_mode: Literal["scaled_logprobs", "processed_logprobs"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     request_id: Name | None = None
-    session_id: Name | None = None
     user: Annotated[str, Field(max_length=128)] | None = None
-    min_weight_version: Count | None = None
-    timeout_s: Annotated[float, Field(gt=0)] | None = None
 
 
 class CompletionBody(SamplingFields):
@@ -213,21 +223,14 @@ class ChatBody(SamplingFields):
     tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
 
 
-class SglangSampling(Body):
+class SglangSampling(Drawing):
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    n: Annotated[int, Field(ge=1, le=64)] | None = None
-    stop: Stops | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
-    ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     sampling_seed: Seed | None = None
 
 
-class SglangBody(Body):
+class SglangBody(Placing):
     """POST /generate"""
 
     model_config = one_of("text", "input_ids")
@@ -240,26 +243,15 @@ class SglangBody(Body):
     top_logprobs_num: Alternatives | None = None
     stream: bool | None = None
     rid: Name | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    session_id: Name | None = None
-    min_weight_version: Count | None = None
-    timeout_s: Annotated[float, Field(gt=0)] | None = None
 
 
-class TokensSampling(Body):
+class TokensSampling(Drawing):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    n: Annotated[int, Field(ge=1, le=64)] | None = None
     seed: Seed | None = None
-    stop: Stops | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
-    ignore_eos: bool | None = None
     logprobs: Alternatives | None = None
 
 
-class TokensBody(Body):
+class TokensBody(Placing):
     """POST /inference/v1/generate"""
 
     token_ids: Tokens
@@ -267,10 +259,6 @@ class TokensBody(Body):
     model: str | None = None
     request_id: Name | None = None
     stream: Literal[False] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    session_id: Name | None = None
-    min_weight_version: Count | None = None
-    timeout_s: Annotated[float, Field(gt=0)] | None = None
 
 
 class TextContent(Body):
@@ -316,23 +304,15 @@ class DetokenizeBody(Body):
 def read_json(body: bytes) -> Any:
     """Raises ApiError 400: no JSON, numbers that JSON cannot hold, or nested too deep."""
     try:
-        value = json.loads(body, parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(body, parse_constant=strict_json.no_number, parse_float=_number)
     except RecursionError:
         raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
         said = " ".join(str(error).split())[:200]
         raise ApiError(400, f"the body is no JSON ({said})", None, "invalid_json") from None
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for item in level
-            if isinstance(item, (dict, list))
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
-        if not level:
-            return value
-    raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels")
+    if strict_json.is_deeper(value, MAX_DEPTH):
+        raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels")
+    return value
 
 
 def check_body(kind: type[Checked], value: Any) -> Checked:
@@ -377,12 +357,7 @@ def _kind_of(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
-
-
-def _finite(text: str) -> float:
+def _number(text: str) -> float:
     """5.0 is an integer, as JSON schemas have it; a field for floats takes it as well."""
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text[:40]} is too large a number")
+    value = strict_json.finite(text)
     return int(value) if value.is_integer() and abs(value) < EXACT else value

@@ -11,7 +11,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
-from rl_jax import browsers
+from rl_jax import asgi
 from rl_jax.http.errors import ApiError
 from rl_jax.http.limits import HttpLimits
 
@@ -38,32 +38,25 @@ def check_head(scope: Scope, limits: HttpLimits, has_token: bool) -> None:
     size += sum(len(name) + len(value) for name, value in scope["headers"])
     if size > limits.header_bytes:
         raise ApiError(431, f"a head of more than {limits.header_bytes} bytes")
-    if (why := browsers.refusal(dict(scope["headers"]), has_token)) is not None:
+    if (why := asgi.refusal(dict(scope["headers"]), has_token)) is not None:
         raise ApiError(403, why, None, "cross_site")
 
 
+def check_token(headers: Mapping[bytes, bytes], token: bytes) -> None:
+    """Raises: ApiError 401."""
+    if not asgi.knows(headers, token):
+        raise ApiError(401, asgi.NO_TOKEN, None, "invalid_api_key")
+
+
 async def read_body(receive: Receive, headers: Mapping[bytes, bytes], limits: HttpLimits) -> bytes:
-    """Raises: ApiError 400, 408 or 413; Gone."""
-    too_large = ApiError(
-        413, f"a body of more than {limits.body_bytes} bytes", None, "body_too_large"
-    )
-    declared = headers.get(b"content-length", b"0")
-    if declared.isdigit() and int(declared[:20]) > limits.body_bytes:
-        raise too_large
-    body = bytearray()
+    """Raises: ApiError 408 or 413; Gone."""
     try:
-        async with asyncio.timeout(limits.body_s):
-            while True:
-                event = await receive()
-                if event["type"] == "http.disconnect":
-                    raise Gone
-                body += event.get("body", b"")
-                if len(body) > limits.body_bytes:
-                    raise too_large
-                if not event.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        raise ApiError(408, f"no whole body within {limits.body_s:g} s") from None
+        return await asgi.read_body(receive, headers, limits.body_bytes, limits.body_s)
+    except asgi.BadBody as bad:
+        code = "body_too_large" if bad.status == 413 else None
+        raise ApiError(bad.status, bad.detail, None, code) from None
+    except ConnectionResetError:
+        raise Gone from None
 
 
 async def until_gone(receive: Receive) -> None:

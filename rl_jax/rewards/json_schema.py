@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from rl_jax import strict_json
 from rl_jax.rewards.answers import last_text, needed
 from rl_jax.types import EpisodeView, Reward, Task
 
@@ -68,7 +69,7 @@ def parsed(text: str) -> Any:
     said = json.loads(
         fenced[1] if fenced else text, object_pairs_hook=_object, parse_constant=_no_constant
     )
-    if _depth(said) > MAX_DEPTH:
+    if strict_json.is_deeper(said, MAX_DEPTH):
         raise ValueError(f"deeper than {MAX_DEPTH}")
     return said
 
@@ -81,16 +82,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(name)
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        level = [
-            item
-            for v in level
-            if isinstance(v, dict | list)
-            for item in (v.values() if isinstance(v, dict) else v)
-        ]
-    return depth

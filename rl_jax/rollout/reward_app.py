@@ -16,13 +16,13 @@ is JSON. Must not: import a scorer, or write a token.
 """
 
 import asyncio
-import hmac
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_jax import browsers
+from rl_jax import asgi
+from rl_jax.asgi import Receive
 from rl_jax.rewards.check import finite, reward_to_json
 from rl_jax.rollout import wire
 from rl_jax.rollout.process import WorkerFault
@@ -30,7 +30,6 @@ from rl_jax.rollout.scorer_pool import SCORER_LIVES, Answer, ScorerPool
 
 RETRY_AFTER_S = 1
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class RewardApp:
         """What a 200 says. Raises: Refusal; ConnectionResetError if the caller has gone."""
         methods = {"/healthz": "GET", "/v1/scorers": "GET", "/v1/score": "POST"}
         path, headers = scope["path"], dict(scope["headers"])
-        if (why := browsers.refusal(headers, bool(self._token))) is not None:
+        if (why := asgi.refusal(headers, bool(self._token))) is not None:
             raise Refusal(403, why)
         if path not in methods:
             raise Refusal(404, f"no {path[:80]}; there are {', '.join(methods)}")
@@ -101,9 +100,8 @@ class RewardApp:
             raise Refusal(405, f"{path} takes {methods[path]}")
         if path == "/healthz":
             return {"status": "ok"}
-        given = headers.get(b"authorization", b"")
-        if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):
-            raise Refusal(401, "no such token; send Authorization: Bearer TOKEN")
+        if not asgi.knows(headers, self._token):
+            raise Refusal(401, asgi.NO_TOKEN)
         if path == "/v1/scorers":
             return self._state()
         request = self._checked(await self._body(receive, headers))
@@ -122,24 +120,12 @@ class RewardApp:
         }
 
     async def _body(self, receive: Receive, headers: Mapping[bytes, bytes]) -> bytes:
-        limits, body = self._limits, bytearray()
-        too_large = Refusal(413, f"a body of more than {limits.max_body} bytes")
-        declared = headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared[:20]) > limits.max_body:
-            raise too_large
         try:
-            async with asyncio.timeout(limits.body_s):
-                while True:
-                    event = await receive()
-                    if event["type"] == "http.disconnect":
-                        raise ConnectionResetError
-                    body += event.get("body", b"")
-                    if len(body) > limits.max_body:
-                        raise too_large
-                    if not event.get("more_body", False):
-                        return bytes(body)
-        except TimeoutError:
-            raise Refusal(408, f"no whole body within {limits.body_s:g} s") from None
+            return await asgi.read_body(
+                receive, headers, self._limits.max_body, self._limits.body_s
+            )
+        except asgi.BadBody as bad:
+            raise Refusal(bad.status, bad.detail) from None
 
     def _checked(self, body: bytes) -> dict[str, Any]:
         """The arguments of a score(). Raises: Refusal 400 naming the field."""

@@ -7,11 +7,11 @@ Must not: execute anything, or know an environment.
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rl_jax import strict_json
 from rl_jax.types import Action, ToolCall
 
 MAX_ECHO = 800  # characters of what was said that an error repeats
@@ -128,12 +128,15 @@ def read_calls(bodies: Sequence[str], arguments: str, whole: str = "") -> Parsed
 def load_json(text: str) -> Any:
     """Raises CallError: no JSON, numbers that JSON cannot hold, or nested too deep."""
     try:
-        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        value = json.loads(
+            text, parse_constant=strict_json.no_number, parse_float=strict_json.finite
+        )
     except RecursionError:
         raise CallError(f"it is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
         raise CallError(f"it is no JSON ({error})") from None
-    _check_depth(value)
+    if strict_json.is_deeper(value, MAX_DEPTH):
+        raise CallError(f"it is nested deeper than {MAX_DEPTH} levels")
     return value
 
 
@@ -232,27 +235,3 @@ def _is_of(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
     return isinstance(value, _TYPES[kind])
-
-
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text[:40]} is too large a number")
-    return value
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for item in level
-            if isinstance(item, (dict, list))
-            for child in (item.values() if isinstance(item, dict) else item)
-        ]
-        if not level:
-            return
-    raise CallError(f"it is nested deeper than {MAX_DEPTH} levels")

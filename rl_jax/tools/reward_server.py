@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_jax.browsers import is_loopback
+from rl_jax.asgi import is_loopback
 from rl_jax.console import say
 from rl_jax.rewards import REWARDS
 from rl_jax.rewards.http_client import read_token

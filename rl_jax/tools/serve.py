@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl_jax import backend, config
-from rl_jax.browsers import is_loopback
+from rl_jax.asgi import is_loopback
 from rl_jax.http.limits import HttpLimits
 from rl_jax.mesh.plan import MeshPlan
 from rl_jax.model_source import with_source

@@ -66,19 +66,20 @@ def scripted():
     world.stop()
 
 
+def openai_client(world):
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(
+        base_url=f"{world.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+    )
+
+
 @pytest.fixture
 def client(world):
-    openai = pytest.importorskip("openai")
-    with openai.OpenAI(
-        base_url=f"{world.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
+    with openai_client(world) as client:
         yield client
 
 
 @pytest.fixture
 def scripted_client(scripted):
-    openai = pytest.importorskip("openai")
-    with openai.OpenAI(
-        base_url=f"{scripted.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
+    with openai_client(scripted) as client:
         yield client

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rl_jax.browsers import refusal
+from rl_jax.asgi import refusal
 from rl_jax.testing.http_world import ENGINE, LIMITS, until
 from rl_jax.tokens import ByteTokenizer
 
