@@ -39,11 +39,9 @@ class Chooser:
         """
         is_fresh = bool(waiting) and waiting[0][0] == 0
         chosen = self._fill(waiting, is_fresh)
-        if not self.fresh_apart or is_fresh or self.num_put_off == self.max_requests:
-            fresh = []
-        else:
-            is_short = sum(n for _, n in chosen) < self.max_tokens
-            fresh = self._fill(waiting, True) if is_short else []
+        may_wait = self.fresh_apart and not is_fresh and self.num_put_off < self.max_requests
+        is_short = sum(n for _, n in chosen) < self.max_tokens
+        fresh = self._fill(waiting, True) if may_wait and is_short else []
         self.num_put_off = self.num_put_off + 1 if fresh else 0
         return fresh or chosen
 
