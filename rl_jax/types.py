@@ -193,6 +193,10 @@ class NewTokens:
     likely: tuple[np.ndarray, np.ndarray] | None = None
 
 
+class SourceLost(RuntimeError):
+    """Whoever has the trained weights is gone for good: no sync of them can succeed any more."""
+
+
 class TurnError(Exception):
     """A turn that could not be made. `kind`: deadline | queue_full | context | unsupported | nan | closed | engine."""
 

@@ -29,13 +29,13 @@ from rl_jax.remote.learner_wire import (
     whole_from_wire,
 )
 from rl_jax.settings import ClusterSettings, LearnerSettings
-from rl_jax.types import Digest
+from rl_jax.types import Digest, SourceLost
 from rl_jax.waits import Wait
 
 log = logging.getLogger(__name__)
 
 
-class LearnerLost(RuntimeError):
+class LearnerLost(SourceLost):
     """The learner's processes are gone, and are not started again."""
 
 

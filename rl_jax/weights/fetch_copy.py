@@ -31,7 +31,7 @@ class Elsewhere(Mapping[str, jax.ShapeDtypeStruct]):
         fetch: Fetch,
         digest: Callable[[str], Digest],
     ):
-        """abstract: with shardings on an abstract mesh. digest: of a served dtype."""
+        """abstract: with shardings on an abstract mesh. digest: of a served dtype. Both may raise SourceLost."""
         self._abstract, self.fetch, self.digest = dict(abstract), fetch, digest
 
     def __getitem__(self, name: str) -> jax.ShapeDtypeStruct:

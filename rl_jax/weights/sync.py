@@ -29,7 +29,7 @@ import jax
 
 from kernels import digest
 from rl_jax.settings import WeightSettings
-from rl_jax.types import Ack, Digest, SyncResult, SyncTarget
+from rl_jax.types import Ack, Digest, SourceLost, SyncResult, SyncTarget
 from rl_jax.weights.fetch_copy import Elsewhere
 from rl_jax.weights.host_copy import ByPlace
 from rl_jax.weights.lanes import Lane, Overdue, wait
@@ -81,7 +81,7 @@ class WeightSync:
 
         Args:    params: the train state's, as planned; may be donated as soon as this returns.
         Raises:  ValueError if version is not above the published one or params are not the planned ones. A version that
-                 is published already returns its result again.
+                 is published already returns its result again. SourceLost, with all that was staged discarded.
         """
         if self._last is not None and version == self.version:
             return self._last
@@ -153,7 +153,11 @@ class _Attempt:
 
     def run(self) -> SyncResult:
         self.begin_phase()
-        cause = self.stage() or self.verify()
+        try:
+            cause = self.stage() or self.verify()
+        except SourceLost:
+            self.discard(self.targets)
+            raise
         self.stage_s = time.monotonic() - self.start
         if cause is None and not self.has_decode():
             cause = NO_DECODE
@@ -178,6 +182,8 @@ class _Attempt:
         for bucket in self.sync.plan.buckets:
             try:
                 sent = self.send(bucket)
+            except SourceLost:
+                raise
             except Exception as error:  # the boundary to XLA: out of memory, a dead device, a hang
                 return f"bucket {bucket.index} could not be sent from the train mesh: {error}"
             calls = {}
@@ -219,6 +225,8 @@ class _Attempt:
         """Phase 2. Returns why the whole sync must abort, or None."""
         try:
             want = wait(self.source, self.deadline, "the digest of the train state")
+        except SourceLost:
+            raise
         except Exception as error:  # the boundary to XLA, as in stage
             return f"the train state could not be digested: {error}"
         for name, got in self.collect(self.digests, "its digest").items():

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from rl_jax.settings import WeightSettings
+from rl_jax.types import SourceLost
+from rl_jax.weights import sync
 from rl_jax.weights.host_copy import TRANSPORTS
 from rl_jax.weights.lanes import Lane, Overdue, wait
 from rl_jax.weights.packed_copy import PackedCopy
@@ -271,6 +273,30 @@ def test_transport_that_hangs_ends_with_the_deadline(fleet):
     f.flush()
     f.sync.settings = WeightSettings(deadline_s=30.0)
     assert f.sync.publish(f.train.params, 0).state == "PUBLISHED"
+
+
+@pytest.mark.parametrize("asked", ["send", "source_digest"])
+def test_source_that_is_gone_for_good_is_told_as_it_is_and_leaves_nothing_staged(
+    fleet, monkeypatch, asked
+):
+    """No server's failure, and none that another try could mend."""
+    f = fleet()
+    f.sync.publish(f.train.params, 0)
+    why, ask = "the learner's processes were lost 2 times", getattr(sync._Attempt, asked)
+
+    def lost(attempt, *words):
+        if words and words[0] is not f.sync.plan.buckets[-1]:
+            return ask(attempt, *words)
+        raise SourceLost(why)
+
+    monkeypatch.setattr(sync._Attempt, asked, lost)
+    with pytest.raises(SourceLost, match=f"^{why}$"):
+        f.sync.publish(f.train.params, 1)
+    f.flush()
+    for server in f.servers.values():
+        assert (server.version, server.staged, server.fenced) == (0, {}, None)
+    monkeypatch.undo()
+    assert f.sync.publish(f.train.params, 1).state == "PUBLISHED"
 
 
 @pytest.mark.parametrize("phase", ["stage", "digest", "commit"])
