@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstra
 
 from kernels import decode_rows_hopper, paged_attention_hopper
 from kernels.decode_attention import Tuning, decode_attention
-from kernels.decode_rows import add_norm, gated_matmul, split_matmul
+from kernels.decode_rows import add_norm, gated_matmul, split_matmul, swiglu
 from kernels.decode_rows_hopper import Hopper
 from rl_jax.engine.attention import (
     HOPPER,
@@ -112,6 +112,11 @@ def test_rows_kernels_equal_float64():
     gate, up = (exact(x) @ exact(gates[:, i]) for i in range(2))
     got = gated_matmul(x, gates, interpret=True)
     np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, atol=1e-5)
+    both = array(5, 2, 300)
+    gate, up = exact(both)[:, 0], exact(both)[:, 1]
+    for tile in ((1, 512, 4), (4, 128, 4)):  # rows and columns that no tile divides
+        got = swiglu(both, tile=tile, interpret=True)
+        np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, atol=1e-5)
     total, normed = add_norm(x[:, :64], parts, scale, eps=1e-6, interpret=True)
     wide = exact(x)[:, :64] + exact(x) @ exact(w)
     np.testing.assert_allclose(total, wide, atol=1e-5)
