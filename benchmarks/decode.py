@@ -9,9 +9,9 @@
 What runs is `JaxEngine.generate` on packed random bfloat16 weights and a full set of slots at ragged contexts about
 1,000 tokens long, temperature 1, log-probs on, in blocks of 32 steps: sampled tokens feed the next step.
 Limit: every weight read once and the live KV of all slots (of layers with a window, what lies in it), over the best
-copy rate of the card in the same run (bytes read and bytes written). Target: 80 % of it with 64 slots, 85 % with 256. Before anything is timed the step's attention
-is checked against float64, and the first step's log-probs against the portable path. No program may be compiled while
-blocks are timed, and the compiled block may hold no second cache.
+copy rate of the card in the same run (bytes read and bytes written). Target: 80 % of it with 64 slots, 85 % with 256.
+Before anything is timed the step's attention is checked against float64, and the first step's log-probs against the
+portable path. No program may be compiled while blocks are timed, and the compiled block may hold no second cache.
 """
 
 import argparse

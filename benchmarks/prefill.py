@@ -41,8 +41,7 @@ PREDICTIONS = {
     "extract, 4096": 1500.0,
     "extract, 16384": 1190.0,  # 1268 before, of it 40 for a last chunk that was nearly empty, 25 for atomic writes
     "append, 16384": 1190.0,
-    "append, 16384, even": 1100.0,  # of a chunk's 73.7 ms: SwiGLU 7.6 to 6, sums and norms 4.2 to 2.9, masks 1.2 to 0
-    "append, 16384, even, XLA layers": 1150.0,
+    "append, 16384, even": 1190.0,
     "append, 8192, tiles": 3000.0,
 }
 
@@ -77,9 +76,7 @@ def arguments() -> argparse.Namespace:
 
 
 def make_engine(shape, way: str, tiny: bool):
-    """way: "verb, tokens of a chunk" and perhaps ", even", and ", tiles" or ", XLA layers": those as they were."""
-    from dataclasses import replace
-
+    """way: "verb, tokens of a chunk" and perhaps ", tiles" or ", even"."""
     import jax
 
     from rl_jax.engine import JaxEngine
@@ -98,8 +95,6 @@ def make_engine(shape, way: str, tiny: bool):
     engine = JaxEngine(model, mesh, SERVE_RULES, settings, "prefill")
     if way.endswith("tiles"):
         engine.chunk_attention = None
-    if way.endswith("XLA layers"):
-        engine.chunk_attention = replace(engine.chunk_attention, has_layers=False)
     return engine
 
 
@@ -131,7 +126,7 @@ def measure(engine, params, way: str, tiny: bool, with_profile: bool) -> dict:
 
     rng = np.random.default_rng()
     mean, spread = (12, 4) if tiny else (MEAN, SPREAD)
-    spread = 0 if "even" in way else spread
+    spread = 0 if way.endswith("even") else spread
     num = engine.settings.slots
     lengths = rng.integers(mean - spread, mean + spread + 1, num).tolist()
     chunks = chunks_of(engine, lengths, rng)

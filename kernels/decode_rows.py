@@ -1,9 +1,8 @@
-"""What stands between the attentions of served layers, as Triton kernels: XLA makes two or three of each.
+"""What stands between the attentions of a decode step, for few rows, as Triton kernels: XLA makes two or three of each.
 
 `split_matmul` leaves its contraction in parts, f32[P, N, M]: parts keep all multiprocessors busy where the result is
 narrow, and the kernel that reads the result sums them (`add_norm` here, `decode_attention`), so that no kernel runs for
-the sum alone. `gated_matmul` ends in silu(gate) * up. Both are for few rows; `add_norm` and `swiglu`, which move bytes
-only, are for any number. Sums are float32 and rounded where the portable path rounds.
+the sum alone. `gated_matmul` ends in silu(gate) * up. Sums are float32 and rounded where the portable path rounds.
 """
 
 from functools import partial
@@ -23,7 +22,6 @@ ROWS, COLUMNS = 64, 64  # of a program's tile
 MOST_ROWS = 128  # beyond it the products are bound by arithmetic, and XLA's are better
 MOST_PROGRAMS = 140
 MAX_COLUMNS = 8192  # of a row in registers
-SWIGLU = (1, 2048, 4)  # rows and columns of a program of swiglu, and its warps
 
 
 def fits(shape: tuple[int, ...], columns: int) -> bool:
@@ -84,27 +82,6 @@ def gated_matmul(x: jax.Array, w: jax.Array, *, interpret: bool = False) -> jax.
 
     out = jax.ShapeDtypeStruct((N, F), x.dtype)
     return _call(body, out, (F // COLUMNS, N // ROWS), ("gated_matmul", 4, 4), interpret)(x, w)
-
-
-def swiglu(
-    both: jax.Array, *, tile: tuple[int, int, int] = SWIGLU, interpret: bool = False
-) -> jax.Array:
-    """silu(both[:, 0]) * both[:, 1] [N, F] for both [N, 2, F]. tile: as SWIGLU."""
-    N, _, F = both.shape
-    num_rows, num_columns, num_warps = tile
-
-    def body(both, out):
-        rows = pl.program_id(0) * num_rows + jnp.arange(num_rows)[:, None]
-        columns = pl.program_id(1) * num_columns + jnp.arange(num_columns)[None, :]
-        mask = (rows < N) & (columns < F)
-        load = lambda j: plgpu.load(both.at[rows, j, columns], mask=mask, other=0.0)
-        gate, up = (load(j).astype(jnp.float32) for j in range(2))
-        silu = (gate / (1.0 + jnp.exp(-gate))).astype(out.dtype).astype(jnp.float32)
-        plgpu.store(out.at[rows, columns], (silu * up).astype(out.dtype), mask=mask)
-
-    out = jax.ShapeDtypeStruct((N, F), both.dtype)
-    grid = (pl.cdiv(N, num_rows), pl.cdiv(F, num_columns))
-    return _call(body, out, grid, ("swiglu", num_warps, 1), interpret)(both)
 
 
 def add_norm(

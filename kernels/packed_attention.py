@@ -117,21 +117,17 @@ def packed_attention(
     kernel: str | Ragged = "cudnn",
     max_segments: int = MAX_SEGMENTS,
     split: Split | None = None,
-    masked: bool = True,
 ) -> jax.Array:
     """[B, T, H, Dh] in q.dtype.
 
     Args:    q: [B, T, H, Dh].  k, v: [B, T, K, Dh].  segments: of ids [B, T], from find_segments.
              kernel: of KERNELS.  max_segments: segments a row that one call of a ragged kernel takes, on average.
              split: of global arrays on a mesh, under jit; B and K must divide by their axes.
-             masked: padding's columns are 0; else they are anything, and there may be no gradient.
     Raises:  ValueError for shapes that do not fit, or an unknown kernel.
     """
     _check(q, k, v, segments, kernel)
     if split is None:
-        return _attend(
-            q, k, v, segments.ids, segments, kernel=kernel, max_segments=max_segments, masked=masked
-        )
+        return _attend(q, k, v, segments.ids, segments, kernel=kernel, max_segments=max_segments)
     rows, ids = P(split.batch, None, split.heads, None), P(split.batch, None)
     most = segments.starts.size  # of all shards, so of each
     attend = partial(_attend, segments=most, kernel=kernel, max_segments=max_segments)
@@ -162,9 +158,7 @@ def _check(q, k, v, segments: Segments, kernel: str | Ragged) -> None:
         raise ValueError(f"kernel={kernel!r} is unknown; one of {', '.join(KERNELS)}")
 
 
-def _attend(
-    q, k, v, ids, segments: Segments | int, *, kernel, max_segments: int, masked: bool = True
-) -> jax.Array:
+def _attend(q, k, v, ids, segments: Segments | int, *, kernel, max_segments: int) -> jax.Array:
     """On one device. segments: of ids, or how many there are at most."""
     used = (ids > 0)[..., None, None]
     q, k, v = (jnp.where(used, x, 0) for x in (q, k, v))  # a NaN in padding must reach no sum
@@ -172,11 +166,9 @@ def _attend(
         return jnp.where(used, _splash(q, k, v, ids), 0)
     ragged = CUDNN if kernel == "cudnn" else kernel
     segments = find_segments(ids, segments) if isinstance(segments, int) else segments
-    most = max(max_segments, 2)  # one is no ragged call
-    if not masked and segments.starts.size <= q.shape[0] * most:
-        lengths, starts, _ = _group(segments, 0, q.shape[0] * most)
-        return ragged.forward(q, k, v, lengths, starts)[0]
-    return _ragged_attention(ragged, most, q, k, v, segments)
+    return _ragged_attention(
+        ragged, max(max_segments, 2), q, k, v, segments
+    )  # one is no ragged call
 
 
 # --- a ragged kernel, group of sequences by group --------------------------------------------------------------------

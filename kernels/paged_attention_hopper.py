@@ -11,6 +11,7 @@ Must not: read a page that the item's span does not reach.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -47,6 +48,8 @@ def unfit(dtype: Any, head_dim: int, num_queries: int, page: int) -> str:
     return ""
 
 
+# Jitted so that the layers of a program share one, which compiles once.
+@partial(jax.jit, static_argnames=("scores", "tuning"))
 def attend(
     q: jax.Array,
     cache: tuple[jax.Array, jax.Array],

@@ -119,14 +119,8 @@ def _hopper_unfit(settings: ModelSettings, device: jax.Device, page_size: int) -
     return hopper_kernel.unfit(settings.dtype, settings.head_dim, queries, page_size or 1)
 
 
-@dataclass(frozen=True)
-class ChunkAttention:
-    """What runs for a chunk whose requests all start at position 0. What it gives padding means nothing."""
-
-    # (i32[C] segment of each packed token, -1 padding; how many there are at most) -> the attention of the row [1, C]
-    of_row: Callable[[jax.Array, int], Attend]
-    has_layers: bool = False  # sums with their norms, and SwiGLU, by kernels/decode_rows.py
-    interpret: bool = False  # those kernels, on CPU, for tests
+# (i32[C] segment of each packed token, -1 padding; how many there are at most) -> the attention of the row [1, C]
+ChunkAttention = Callable[[jax.Array, int], Attend]
 
 
 def choose_chunk_attention(
@@ -149,19 +143,8 @@ def choose_chunk_attention(
         return None
     if not fits:
         return None
-    odd_layers = layers_unfit(settings) or ("" if mesh.size == 1 else "several devices")
-    if device.platform == "tpu":
-        odd_layers = "its kernels are for gpu"
-    LOG.info(
-        "attention of fresh chunks: %s on %s; the rest of a layer: %s",
-        fits[0],
-        device.device_kind,
-        f"XLA ({odd_layers})" if odd_layers else "kernels",
-    )
-    of_row = lambda segment, most: packed_attend(
-        segment[None] + 1, fits[0], split, most, masked=False
-    )
-    return ChunkAttention(of_row, has_layers=not odd_layers)
+    LOG.info("attention of fresh chunks: %s on %s", fits[0], device.device_kind)
+    return lambda segment, most: packed_attend(segment[None] + 1, fits[0], split, most)
 
 
 def by_shard(step: StepAttention, mesh: Mesh, heads) -> StepAttention:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels import decode_rows_hopper
-from kernels.decode_rows import add_norm, fits, gated_matmul, split_matmul, swiglu
+from kernels.decode_rows import add_norm, fits, gated_matmul, split_matmul
 from rl_jax.engine.attention import (
     ChunkAttention,
     StepAttention,
@@ -34,7 +34,7 @@ from rl_jax.engine.attention import (
 )
 from rl_jax.engine.sampling import likeliest, sample, sample_tiled
 from rl_jax.engine.state import FINISH_CODES, Cache, DecodeState, SlotState
-from rl_jax.models.attention import Attend, FusedAttend, apply_rope
+from rl_jax.models.attention import FusedAttend
 from rl_jax.models.attention import attention as attend_tiles
 from rl_jax.models.features import form_of
 from rl_jax.models.model import Model
@@ -73,7 +73,7 @@ def extend(
         sizes = (page_size, tile)
         of_cache = tiles(model.settings, segment, position, lengths, tables[:, :visible], sizes)
     else:
-        of_row = fresh.of_row(segment, lengths.shape[0])
+        of_row = fresh(segment, lengths.shape[0])
 
     def attend(layer, q, k, v):
         k_cache, v_cache = new_kv[layer]
@@ -82,38 +82,9 @@ def extend(
         new_kv[layer] = (k_cache, v_cache)
         return of_cache(layer, q, k_cache, v_cache) if fresh is None else of_row(layer, q, k, v)
 
-    by_kernels = fresh is not None and fresh.has_layers
     # The hidden states are not used, so XLA drops the last layer's attention and mlp.
-    model.hidden(
-        params,
-        tokens[None],
-        position[None],
-        chunk_layers(attend, fresh.interpret) if by_kernels else attend,
-    )
+    model.hidden(params, tokens[None], position[None], attend)
     return tuple(new_kv)
-
-
-def chunk_layers(attend: Attend, interpret: bool) -> FusedAttend:
-    """attend of the row [1, C] with kernels for a layer's sums, norms and SwiGLU; products are XLA's, in one part."""
-
-    def of_product(layer, product, bias, angles):
-        both = product  # [1, C, K, G + 2, Dh]
-        if bias is not None:
-            both = (both.astype(jnp.float32) + bias.astype(jnp.float32)).astype(both.dtype)
-        q = both[..., :-2, :].reshape(*both.shape[:2], -1, both.shape[-1])
-        k, v = both[..., -2, :], both[..., -1, :]
-        return attend(layer, apply_rope(q, *angles), apply_rope(k, *angles), v)[0]
-
-    def gated(x, w):
-        return swiglu(jnp.einsum("sd,dcf->scf", x, w), interpret=interpret)
-
-    return FusedAttend(
-        attend,
-        of_product,
-        product=lambda x, w: (x @ w)[None],
-        gated=gated,
-        add_norm=partial(add_norm, interpret=interpret),
-    )
 
 
 def tiles(

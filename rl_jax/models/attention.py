@@ -26,13 +26,10 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True)
 class FusedAttend:
-    """An attend that brings its device's kernels for all that a packed layer does; S = B T tokens, in order.
-
-    B slots of one token in a decode step, one row of many in a chunk of prompts.
-    """
+    """An attend of a decode step that brings its device's kernels for all that a packed layer does, B = S, T = 1."""
 
     attend: Attend  # of layers with qk-norm
-    # (layer, product [P, S, K, G + 2, Dh], bias [K, G + 2, Dh] or None, (cos, sin) [B, T, half]) -> [S, H, Dh]
+    # (layer, product [P, S, K, G + 2, Dh], bias [K, G + 2, Dh] or None, (cos, sin)) -> [S, H, Dh]
     of_product: Callable[[int, jax.Array, jax.Array | None, tuple], jax.Array]
     # (x [S, D], w [D, N]) -> x @ w in parts [P, S, N]
     product: Callable[[jax.Array, jax.Array], jax.Array]
@@ -130,17 +127,14 @@ def packed_attend(
     kernel: str | Ragged,
     split: Split | None = None,
     most: int | None = None,
-    masked: bool = True,
 ) -> Attend:
     """Causal attention inside each segment of packed rows, by a kernel; segments are runs of columns in time order.
 
-    Args: segments: ids above 0; 0 is padding.  most: of all rows together, where that many are one call's.  masked: as
-          of packed_attention.
+    Args: segments: ids above 0; 0 is padding.  most: of all rows together, where that many are one call's.
     """
     found, size = find_segments(segments, most), most or MAX_SEGMENTS
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        how = {"kernel": kernel, "max_segments": size, "split": split, "masked": masked}
-        return packed_attention(q, k, v, found, **how)
+        return packed_attention(q, k, v, found, kernel=kernel, max_segments=size, split=split)
 
     return attend

@@ -74,7 +74,7 @@ class Attention(nnx.Module):
     def fused(
         self, h: Float[Array, "S D"], angles: tuple, layer: int, attend: FusedAttend
     ) -> Float[Array, "P S D"]:
-        """The packed form with the device's kernels, in parts to be summed. angles: [B, T, half], S = B T."""
+        """The packed form of a decode step, in parts to be summed."""
         w, out = self.query_key_value[...], self.out[...]
         if self.query_norm is None or self.key_norm is None:
             product = attend.product(h, w.reshape(len(w), -1))
@@ -82,9 +82,9 @@ class Attention(nnx.Module):
             bias = self.query_key_value_bias
             heads = attend.of_product(layer, product, None if bias is None else bias[...], angles)
         else:
-            q, k, v = self._project(h.reshape(*angles[0].shape[:2], -1))
+            q, k, v = self._project(h[:, None])
             q, k = self.query_norm(q), self.key_norm(k)
-            heads = attend(layer, apply_rope(q, *angles), apply_rope(k, *angles), v)
+            heads = attend(layer, apply_rope(q, *angles), apply_rope(k, *angles), v)[:, 0]
         return attend.product(heads.reshape(len(h), -1), out.reshape(-1, out.shape[-1]))
 
     def _project(self, x: Float[Array, "B T D"]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -202,10 +202,9 @@ class Decoder(nnx.Module):
         return {False: full, True: rope_angles(positions, s.head_dim, s.rope_theta_local)}
 
     def _fused(self, x: jax.Array, of_window: dict[bool, tuple], attend: FusedAttend) -> jax.Array:
-        """The packed layers by the device's kernels: each sum together with the norm that reads it."""
-        shape = x.shape
-        h = self.layers[0].attention_norm(x).reshape(-1, shape[-1])
-        x = x.reshape(h.shape)
+        """The packed layers of a decode step by the device's kernels: each sum together with the norm that reads it."""
+        h = self.layers[0].attention_norm(x)[:, 0]
+        x = x[:, 0]
         norms = [layer.attention_norm for layer in self.layers][1:] + [self.final_norm]
         for index, (layer, following) in enumerate(zip(self.layers, norms, strict=True)):
             angles = of_window[form_of(self.settings, index).window > 0]
@@ -213,7 +212,7 @@ class Decoder(nnx.Module):
             x, h = attend.add_norm(x, y, layer.mlp_norm.scale[...], layer.mlp_norm.eps)
             y = attend.product(attend.gated(h, layer.mlp.gate_up[...]), layer.mlp.down[...])
             x, h = attend.add_norm(x, y, following.scale[...], following.eps)
-        return h.reshape(shape)
+        return h[:, None]
 
     def head(self) -> Float[Array, "D V"]:
         matrix = self.embed[...].T if self.unembed is None else self.unembed[...]

@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstra
 
 from kernels import decode_rows_hopper, paged_attention_hopper
 from kernels.decode_attention import Tuning, decode_attention
-from kernels.decode_rows import add_norm, gated_matmul, split_matmul, swiglu
+from kernels.decode_rows import add_norm, gated_matmul, split_matmul
 from kernels.decode_rows_hopper import Hopper
 from rl_jax.engine.attention import (
     HOPPER,
@@ -112,11 +112,6 @@ def test_rows_kernels_equal_float64():
     gate, up = (exact(x) @ exact(gates[:, i]) for i in range(2))
     got = gated_matmul(x, gates, interpret=True)
     np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, atol=1e-5)
-    both = array(5, 2, 300)
-    gate, up = exact(both)[:, 0], exact(both)[:, 1]
-    for tile in ((1, 512, 4), (4, 128, 4)):  # rows and columns that no tile divides
-        got = swiglu(both, tile=tile, interpret=True)
-        np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, atol=1e-5)
     total, normed = add_norm(x[:, :64], parts, scale, eps=1e-6, interpret=True)
     wide = exact(x)[:, :64] + exact(x) @ exact(w)
     np.testing.assert_allclose(total, wide, atol=1e-5)
@@ -402,14 +397,14 @@ def test_kernels_lower_for_a_gpu():
 @pytest.mark.slow
 def test_a_step_with_the_hopper_kernel_lowers_for_a_gpu():
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    shape = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "window": 32}
+    shape = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "window": 32}
     settings = tiny_settings(**shape, full_every=2, dtype="bfloat16", param_dtype="bfloat16")
     model = build_model(settings, 264)
     pages = bf16(16, 64, 2, 64)
     state = DecodeState(
-        ((pages, pages),) * 2, jax.eval_shape(lambda: empty_slots(EngineSettings(slots=4)))
+        ((pages, pages),) * 4, jax.eval_shape(lambda: empty_slots(EngineSettings(slots=4)))
     )
     abstract = {n: bf16(*a.shape) for n, a in model.packed.abstract.items()}
     step = partial(generate, model.packed, step=Step(HOPPER, True, 2, 256))
     text = lowered(step, abstract, state, jax.ShapeDtypeStruct((4, 4), jnp.int32))
-    assert text.count("mosaic_gpu") >= 2
+    assert text.count("@mosaic_gpu") == 1, "four layers, with and without a window, share a kernel"

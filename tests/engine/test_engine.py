@@ -8,7 +8,6 @@ import pytest
 from kernels.packed_attention import packed_attention_ref
 from rl_jax.engine import engine as engine_module
 from rl_jax.engine import programs
-from rl_jax.engine.attention import ChunkAttention
 from rl_jax.engine.chunks import Piece, fresh_chunk, is_fresh, pack, padding_chunk
 from rl_jax.lowering import LoweringError
 from rl_jax.types import FinishReason
@@ -343,12 +342,9 @@ def test_chunk_over_the_context_is_refused(engine, params, kit):
         engine.append(params, engine.init_state(), kit.tables_of(engine, [0]), chunk)
 
 
-@pytest.fixture(params=[False], ids=["attention"])
-def packing_engine(request, tiny, kit, monkeypatch):
-    """An engine with a kernel for fresh chunks (its reference, which runs here), and what that was called for.
-
-    param: whether the rest of a layer is by kernels too, interpreted.
-    """
+@pytest.fixture
+def packing_engine(tiny, kit, monkeypatch):
+    """An engine with a kernel for fresh chunks (its reference, which runs here), and what that was called for."""
     calls = []
 
     def of_chunk(segment, most):
@@ -361,14 +357,10 @@ def packing_engine(request, tiny, kit, monkeypatch):
 
         return attend
 
-    chosen = ChunkAttention(of_chunk, has_layers=request.param, interpret=True)
-    monkeypatch.setattr(engine_module, "choose_chunk_attention", lambda *a: chosen)
+    monkeypatch.setattr(engine_module, "choose_chunk_attention", lambda *a: of_chunk)
     return kit.make_engine(tiny[0]), calls
 
 
-@pytest.mark.parametrize(
-    "packing_engine", [False, True], ids=["attention", "layers"], indirect=True
-)
 def test_fresh_chunks_have_the_same_kv_from_a_kernel_over_the_chunk(
     packing_engine, engine, params, kit, rng
 ):
