@@ -1,4 +1,4 @@
-"""Every part's frozen configuration: the one place where a default lives. stdlib only.
+"""Every part's frozen configuration: with settings_watch.py the one place where a default lives. stdlib only.
 
 A field's comment gives its unit and range; validate.check enforces it, config.py builds the instances. No part sees the
 whole of `Settings`: each takes its own section.
@@ -7,6 +7,8 @@ whole of `Settings`: each takes its own section.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from rl_jax.settings_watch import GuardSettings, MetricsSettings
 
 
 @dataclass(frozen=True)
@@ -501,31 +503,6 @@ class EvalSettings:
     top_p: float = 1.0
     top_k: int = 0
     timeout_s: float = 300.0
-
-
-@dataclass(frozen=True)
-class MetricsSettings:
-    # auto: plain | rich: the last steps as a table, on a terminal (the extra rich) | plain | json | none: the log only
-    progress: str = "auto"
-    heartbeat_s: float = 30.0
-    rollouts_every: int = 1  # steps between saved traces; 0 = never
-
-
-@dataclass(frozen=True)
-class GuardSettings:
-    """Alarms of a step (guards.py). Each word: warn | raise (the run ends after the step, saved; exit code 6) | off."""
-
-    zero_signal: str = "warn"  # no trained token, or every advantage 0
-    nonfinite: str = "warn"  # a figure of the step, or its update, is not finite
-    truncated: str = "warn"  # more than truncated_above of the episodes cut by a length
-    ess: str = "warn"  # is/ess below ess_below
-    k3: str = "warn"  # mismatch/k3 above k3_above
-    lag0: str = "warn"  # mismatch/abs_mean_lag0_pure above lag0_above
-    truncated_above: float = 0.9  # share of a step's episodes that ended by context or length
-    ess_below: float = 0.5
-    k3_above: float = 0.05
-    lag0_above: float = 0.0  # 0 = by model.dtype: 1e-3 in float32, 0.05 in bfloat16
-    every: int = 20  # steps before the same alarm speaks again
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ PART = {
     "disk": "records",
     "lowering": "records",
     "settings": "records",
+    "settings_watch": "records",
     "schema": "records",
     "__init__": "records",
     "engine": "serving",
@@ -133,7 +134,7 @@ ONLY_IN = {
 # Checked before jax is loaded, or run in processes that never load it.
 NO_JAX = (
     "rl_jax/__init__.py", "rl_jax/clock.py",
-    "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/schema.py", "rl_jax/config.py",
+    "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/settings_watch.py", "rl_jax/schema.py", "rl_jax/config.py",
     "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/validate_cluster.py", "rl_jax/validate_rewards.py",
     "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",
     "rl_jax/run_dir.py", "rl_jax/console.py", "rl_jax/disk.py", "rl_jax/metrics.py", "rl_jax/progress.py",
@@ -491,6 +492,7 @@ def test_environment_variables_are_read_at_the_edge_only():
 def attributes_read() -> set[str]:
     skip = (
         "rl_jax/settings.py",
+        "rl_jax/settings_watch.py",
         "rl_jax/validate.py",
         "rl_jax/configs",
         "mesh_configs",

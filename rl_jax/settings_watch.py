@@ -1,0 +1,32 @@
+"""The sections of the configuration that watch a run, and change nothing of what it trains. stdlib only.
+
+A field's comment gives its unit and range, as in settings.py, which imports them: whoever reads a section takes it from
+there.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MetricsSettings:
+    # auto: plain | rich: the last steps as a table, on a terminal (the extra rich) | plain | json | none: the log only
+    progress: str = "auto"
+    heartbeat_s: float = 30.0
+    rollouts_every: int = 1  # steps between saved traces; 0 = never
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """Alarms of a step (guards.py). Each word: warn | raise (the run ends after the step, saved; exit code 6) | off."""
+
+    zero_signal: str = "warn"  # no trained token, or every advantage 0
+    nonfinite: str = "warn"  # a figure of the step, or its update, is not finite
+    truncated: str = "warn"  # more than truncated_above of the episodes cut by a length
+    ess: str = "warn"  # is/ess below ess_below
+    k3: str = "warn"  # mismatch/k3 above k3_above
+    lag0: str = "warn"  # mismatch/abs_mean_lag0_pure above lag0_above
+    truncated_above: float = 0.9  # share of a step's episodes that ended by context or length
+    ess_below: float = 0.5
+    k3_above: float = 0.05
+    lag0_above: float = 0.0  # 0 = by model.dtype: 1e-3 in float32, 0.05 in bfloat16
+    every: int = 20  # steps before the same alarm speaks again
