@@ -34,6 +34,7 @@ from rl_jax.serve.balance import Balance
 from rl_jax.serve.build import build_server
 from rl_jax.serve.router import Router
 from rl_jax.settings import ClusterSettings, Settings
+from rl_jax.timeline import Traces
 from rl_jax.waits import Wait
 
 LOG = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ ROUTED = (
     "role_moves",
     "affinity_moves",
 )  # the router's counters that make metrics
+BUSY = ("block_s", "chunk_s", "transfer_s")  # a server's seconds that are of use
 LOOK_S = 1.0  # while one server compiles, the others are looked at so often
 
 
@@ -98,6 +100,7 @@ class Cluster:
         self.prefill = [server for server in servers if role[server.name] == "prefill"]
         self.decode = [server for server in servers if role[server.name] != "prefill"]
         self.router = Router(self.decode, self.prefill, plan, template_sha256, balance, affinity)
+        self._devices = {server.name: len(server.devices) for server in plan.servers}
         self._watched: list[Watched] = []
 
     @property
@@ -129,13 +132,25 @@ class Cluster:
         return ", ".join(f"{name}: {now.doing}" for name, now in told if now.is_compiling)
 
     def counters(self) -> dict[str, float]:
-        """Cumulative counters of all servers, summed, and of the router what servers cannot count."""
+        """Cumulative counters of all servers, summed, and of the router what servers cannot count; busy_s.POOL: device
+        seconds in which a pool's servers computed or moved something."""
         routed = self.router.stats()
         total: Counter[str] = Counter()
         total.update({name: routed[name] for name in ROUTED})
         for server in self.targets:
-            total.update({k: v for k, v in server.stats().items() if isinstance(v, (int, float))})
+            stats = {k: v for k, v in server.stats().items() if isinstance(v, (int, float))}
+            total.update(stats)
+            busy_s = sum(stats.get(name, 0.0) for name in BUSY)
+            total.update({f"busy_s.{server.pool}": self._devices[server.name] * busy_s})
         return dict(total)
+
+    def trace(self, traces: Traces) -> None:
+        """Have the timeline know what servers and processes do. Before `start`."""
+        if self.starter is not None:
+            self.starter.traces = traces
+        for server in self.targets:
+            if hasattr(server, "trace"):  # of this process; another one's tells by its link
+                server.trace(traces.track(f"{server.kind}/{server.name}"))
 
     def start(self) -> None:
         for server in self.targets:

@@ -35,6 +35,7 @@ from rl_jax.rollout.selection import SelectionExhausted
 from rl_jax.rollout.traces import sampled_by
 from rl_jax.settings import Settings
 from rl_jax.signals import Preempted, interrupt, on_signal
+from rl_jax.timeline import OFF, Track
 from rl_jax.types import Group, SyncResult
 
 LOG = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class Driver:
     def step(self, step: int) -> None:
         """One turn of the loop: version step-1 -> step."""
         p, cfg = self.parts, self.settings
-        clock = Stopwatch()
+        clock = Stopwatch(p.recorder.track, step)
         p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
         groups = p.buffer.take(step, should_stop=self._is_stopping)
         self._is_between = False
@@ -345,7 +346,7 @@ class Driver:
         state.evaluated = state.version
 
     def _collect_step(self, step: int) -> None:
-        p, cfg, clock = self.parts, self.settings, Stopwatch()
+        p, cfg, clock = self.parts, self.settings, Stopwatch(self.parts.recorder.track, step)
         p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
         groups = p.buffer.take(step, should_stop=self._is_stopping)
         clock.lap("time/wait_for_batch_s")
@@ -358,7 +359,7 @@ class Driver:
         p.recorder.step(step, groups, metrics, p.rollout.counts())
 
     def _replay_step(self, groups: Sequence[Group], step: int) -> None:
-        p, clock = self.parts, Stopwatch()
+        p, clock = self.parts, Stopwatch(self.parts.recorder.track, step)
         groups, dropped = check_select(p.algorithm, p.algorithm.select(groups))
         if dropped:
             p.recorder.event("filtered", step=step, dropped=[list(drop) for drop in dropped])
@@ -379,7 +380,7 @@ class Driver:
             raise GuardTripped(f"step {step}: {'; '.join(fatal)}")
 
     def _fit_step(self, step: int) -> None:
-        p, clock = self.parts, Stopwatch()
+        p, clock = self.parts, Stopwatch(self.parts.recorder.track, step)
         with p.recorder.doing(f"the rows of step {step}"):
             groups = p.stream.next()
         clock.lap("time/wait_for_batch_s")
@@ -397,7 +398,8 @@ class Driver:
         """SIGTERM ends a run of any mode between two steps or while it waits for a batch, after a save."""
         try:
             if not self._is_stopping():
-                act(step)
+                with self.parts.recorder.profiled(step):
+                    act(step)
                 return
         except Interrupted:
             pass  # the step has not begun: its groups are pending and will be issued again
@@ -452,18 +454,21 @@ class Driver:
 
 
 class Stopwatch:
-    """Named laps of one step, in seconds of the monotonic clock."""
+    """Named laps of one step, in seconds of the monotonic clock, for the metrics and for the timeline."""
 
-    def __init__(self):
+    def __init__(self, track: Track = OFF, step: int = 0):
         self._start = self._last = time.monotonic()
         self._laps: dict[str, float] = {}
+        self._track, self._step = track, step
 
     def lap(self, name: str) -> None:
         now = time.monotonic()
         self._laps[name] = now - self._last
+        self._track.add(name, self._last, now, step=self._step)
         self._last = now
 
     def metrics(self) -> dict[str, Metric]:
+        self._track.add("time/step_s", self._start, self._last, step=self._step)
         laps = {**self._laps, "time/step_s": self._last - self._start}
         return {name: Metric(seconds, 1) for name, seconds in laps.items()}
 

@@ -41,6 +41,7 @@ from rl_jax.mesh import MeshPlan, build_meshes
 from rl_jax.metrics import Metric, MetricsWriter
 from rl_jax.models.model import Model
 from rl_jax.plan_record import check_disk, plan_record
+from rl_jax.pool_facts import pool_facts
 from rl_jax.preflight import (
     Resolve,
     build_model,
@@ -53,6 +54,7 @@ from rl_jax.preflight import (
 )
 from rl_jax.preflight_cluster import check_addresses, check_backend, check_gpus
 from rl_jax.preflight_model import check_weights, history_notes
+from rl_jax.profiling import CompileSpans
 from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder
 from rl_jax.remote.spec import Spec
@@ -93,6 +95,7 @@ from rl_jax.supervised import (
     remember_reference,
     with_steps,
 )
+from rl_jax.timeline import Traces
 from rl_jax.tokens import Renderer
 from rl_jax.types import Group, Task
 from rl_jax.warm_start import warm_start
@@ -101,6 +104,7 @@ from rl_jax.weights.sync import WeightSync
 
 LOG = logging.getLogger(__name__)
 
+TRACES = "traces"  # the timeline's files, in the run directory
 END_STATES = ((Preempted, "preempted"), (KeyboardInterrupt, "interrupted"))  # others: "failed"
 
 
@@ -176,6 +180,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         if pool is not None:
             pool.log_dir = run_dir.logs
         run_dir.start_logging()
+        traces = _open_traces(run_dir, settings, stack)
         run_dir.write_env(devices=[str(device) for device in jax.devices()])
         for line in _opening_lines(run_dir, plan, renderer.template_sha256):
             progress.note(line)
@@ -183,7 +188,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         settings = replace(settings, run_id=run_dir.run_id)
         job = Job(
             replace(setting, settings=settings, run=run_dir.path),
-            model, run_dir, progress, renderer, pool, stack, check_signals, corpus,
+            model, run_dir, progress, renderer, pool, stack, check_signals, traces, corpus,
         )  # fmt: skip
         run_dir.status("running", mode=options.mode)
         try:
@@ -261,6 +266,7 @@ class Job:
     pool: EnvPool | None
     stack: contextlib.ExitStack  # closes what was opened, in reverse
     check_stop: Callable[[], None]  # raises Preempted if SIGTERM came and its exception was lost
+    traces: Traces  # its timeline
     corpus: Corpus | None = None  # of data.path, where the run is supervised
 
     @property
@@ -276,6 +282,7 @@ def _run_mode(job: Job) -> None:
     )
     job.stack.callback(checkpointer.finish)
     recorder = _recorder(job)
+    _begin_timeline(job, recorder)
     algorithm = make_algorithm(settings.algorithm, setting.resolve)
     if setting.reads:
         return _fit(job, algorithm, checkpointer, recorder)
@@ -297,6 +304,7 @@ def _run_mode(job: Job) -> None:
             setting.plan, setting.meshes, model, settings, job.renderer.template_sha256,
             job.run_dir.logs,
         )  # fmt: skip
+        cluster.trace(job.traces)
         job.stack.callback(cluster.close)
         learning = _learning(job, algorithm, checkpointer, cluster.starter)
         with job.progress.doing("the weights of the start"):
@@ -338,6 +346,7 @@ def _starter(job: Job, specs: Sequence[Spec]) -> Starter | None:
     if not specs:
         return None
     starter = make_starter(job.settings.cluster, job.run_dir.logs, specs)
+    starter.traces = job.traces
     job.stack.callback(starter.close)
     open_starter(starter, specs)
     for line in starter.commands:
@@ -351,7 +360,9 @@ def _learning(
     """Where the config says that the policy trains. starter: of the learner's processes, if it has any."""
     setting, model, decision = job.setting, job.model, job.run_dir.decision
     if not setting.settings.cluster.learner_processes:
-        return LearnsHere(setting, model, algorithm, decision, checkpointer)
+        here = LearnsHere(setting, model, algorithm, decision, checkpointer)
+        here.trace(job.traces)
+        return here
     assert starter is not None, "whoever asks for processes made it"
     learning = LearnsElsewhere(setting, model, decision, starter, job.run_dir.event)
     job.stack.callback(learning.roles.close)
@@ -384,6 +395,7 @@ def _fit(job: Job, algorithm: Any, checkpointer: Checkpointer, recorder: Recorde
     progress.note(corpus.describe())
     job.run_dir.event("data", digest=corpus.digest, **corpus.counts)
     roles = make_roles(setting, make_trained(setting, job.model, algorithm))
+    roles.trace(job.traces.track("train/learner"))
     state, extra, source = starting_point(setting, job.run_dir.decision, checkpointer, roles)
     open_roles(setting, roles, source)
     if roles.frozen:
@@ -428,6 +440,7 @@ def _live_parts(
     )  # fmt: skip
     transport = learning.transport(plan) if learning.transport is not None else None
     sync = WeightSync(plan, targets, settings.weights, transport)
+    sync.track = job.traces.track("sync")
     stack.callback(sync.close)
     ledger = Ledger(job.run_dir.ledger, settings.run_id)
     stack.callback(ledger.close)
@@ -449,14 +462,17 @@ def _live_parts(
         quarantine_dir=job.run_dir.path / "quarantine",
     )  # fmt: skip
     rollout.gone = cluster.gone
+    rollout.trace(job.traces)
     stack.callback(rollout.close)
     rollout.start()
     if "stream" in extra:
         if job.setting.owns(job.run_dir.decision.resume_from):
             ledger.check_seq(extra["ledger_seq"])
         ledger.void(extra["version"])
+        job.traces.track("run/facts").mark("resumed", version=extra["version"])
         stream.restore(extra["stream"])
         rollout.issue_again([stream.task(epoch, index) for epoch, index in extra["pending"]])
+    job.traces.track("run/facts").mark("ledger", seq=ledger.seq)
     waits = (rollout.waits, cluster.waits, learning.waits, ledger.waits)
     recorder.watch(cluster.counters, rollout.status, waits)
     cluster.router.tell = recorder.event
@@ -496,6 +512,26 @@ def evaluation_tasks(settings: Settings, pool: EnvPool) -> dict[str, Sequence[Ta
             tasks = pool.list_tasks(source.tag, split)
             found[name] = [tasks[i % len(tasks)] for i in range(settings.eval.episodes)]
     return found
+
+
+def _open_traces(run_dir: RunDir, settings: Settings, stack: contextlib.ExitStack) -> Traces:
+    """The timeline of this attempt, with what this process compiles; closed after all that is opened from now on."""
+    where = run_dir.path / TRACES / f"attempt_{run_dir.attempt}"
+    traces = Traces(where, run_dir.attempt, settings.metrics.timeline_bytes)
+    stack.callback(traces.close)
+    stack.callback(CompileSpans(traces.timeline).close)
+    return traces
+
+
+def _begin_timeline(job: Job, recorder: Recorder) -> None:
+    """What a reader of the timeline must know first; the event has the time of day of its clock."""
+    facts = pool_facts(job.setting, job.model)
+    devices = {name: pool["devices"] for name, pool in facts["pools"].items()}
+    trains = next((name for name, pool in facts["pools"].items() if pool["trains"]), "")
+    recorder.trace(job.traces, devices, trains)
+    if job.traces.is_on:
+        job.traces.track("run/facts").mark("pools", mode=job.setting.mode, **facts)
+        job.run_dir.event("timeline", path=f"{TRACES}/attempt_{job.run_dir.attempt}")
 
 
 def _recorder(job: Job) -> Recorder:

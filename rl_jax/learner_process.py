@@ -31,6 +31,7 @@ from rl_jax.learner.roles import Roles
 from rl_jax.mesh import Meshes, MeshPlan, make_mesh
 from rl_jax.names import resolve
 from rl_jax.preflight import build_model
+from rl_jax.profiling import CompileSpans, Profiler
 from rl_jax.remote.channel import Request
 from rl_jax.remote.learner_wire import batch_from_wire, metrics_to_wire, pieces_to_wire
 from rl_jax.remote.program import run_program
@@ -54,11 +55,12 @@ class LearnerService(Service):
     )  # fmt: skip
 
     def __init__(self, sock: socket.socket, told: Mapping[str, Any]):
-        self._job: Setting = None  # type: ignore[assignment]  # this and the next three: by `build`
+        self._job: Setting = None  # type: ignore[assignment]  # this and the next four: by `build`
         self._roles: Roles = None  # type: ignore[assignment]
         self._teacher: Learner = None  # type: ignore[assignment]
         self._checkpointer: Checkpointer = None  # type: ignore[assignment]
         self._source: Path | None = None
+        self._profiler: Profiler = None  # type: ignore[assignment]
         super().__init__(sock, told)
 
     def failed(self, request: Request, error: Exception) -> None:
@@ -105,6 +107,10 @@ class LearnerService(Service):
             job, _decision(body["decision"]), self._checkpointer, self._roles
         )
         self._source = source
+        self._track = self.timeline.track(f"train/learner.{body['rank']}")
+        self._roles.trace(self._track)
+        self._compiles = CompileSpans(self.timeline)
+        self._profiler = Profiler(settings.metrics, run / "profile" / f"learner.{body['rank']}")
         told = {
             "state": state_to_wire(state),
             "extra": extra,
@@ -116,6 +122,7 @@ class LearnerService(Service):
     def _warm(self, request: Request) -> None:
         self._teacher = make_warm_learner(self._job, self._roles.policy.rows.model)
         self._teacher.reset(self._roles.params)
+        self._teacher.track = self._track
         request.answer()
 
     def _warm_step(self, request: Request) -> None:
@@ -140,7 +147,10 @@ class LearnerService(Service):
         self._answer(request, {"names": list(scores)}, tuple(scores.values()))
 
     def _step(self, request: Request) -> None:
+        step = request.body["version"] + 1
+        self._profiler.begin(step)
         self._step_of(self._roles, request)
+        self._profiler.end(step)
 
     def _step_of(self, learner: Learner | Roles, request: Request) -> None:
         batch = batch_from_wire(request.body["batch"], request.arrays)

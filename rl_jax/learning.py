@@ -38,6 +38,7 @@ from rl_jax.remote.starter import Starter
 from rl_jax.resume import Decision
 from rl_jax.settings import AlgorithmSettings
 from rl_jax.start import make_learner, make_warm_learner, starting_point, verified, warm_settings
+from rl_jax.timeline import OFF, Traces, Track
 from rl_jax.waits import Wait
 from rl_jax.weights.fetch_copy import Elsewhere, FetchCopy
 
@@ -76,6 +77,10 @@ class Learning(Protocol):
 
     def open(self) -> None: ...
 
+    def trace(self, traces: Traces) -> None:
+        """Have the timeline know what is computed in this process; others tell by their links."""
+        ...
+
     def waits(self) -> list[Wait]:
         """What is waited for of saves and of the learner's processes. Any thread."""
         ...
@@ -98,6 +103,11 @@ class LearnsHere:
         self.checkpointer = checkpointer
         self._job, self._model, self._decision = job, model, decision
         self._source: Path | None = None
+        self._track: Track = OFF
+
+    def trace(self, traces: Traces) -> None:
+        self._track = traces.track("train/learner")
+        self.roles.trace(self._track)
 
     def begin(self) -> tuple[DriverState, dict[str, Any]]:
         state, extra, self._source = starting_point(
@@ -108,6 +118,7 @@ class LearnsHere:
     def teacher(self) -> Any:
         teacher = make_warm_learner(self._job, self._model)
         teacher.reset(self.roles.params)
+        teacher.track = self._track
         return teacher
 
     def adopt(self, teacher: Any) -> None:
@@ -125,6 +136,9 @@ class LearnsElsewhere:
     """In cluster.learner_processes processes, each with its part of the train mesh's devices."""
 
     transport = FetchCopy
+
+    def trace(self, traces: Traces) -> None:
+        """Their starter has it (Cluster.trace)."""
 
     def __init__(
         self,

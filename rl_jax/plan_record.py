@@ -156,18 +156,18 @@ def memory_rows(
     under_way = IN_FLIGHT * settings.weights.bucket_bytes
     rows = []
     for server in plan.servers:
-        weights = _sharded_size(model, server.rules, server.axes) * served
+        weights = sharded_size(model, server.rules, server.axes) * served
         kv = cache.num_bytes // _num_shards(cache.axes, server.rules, server.axes)
         sync = weights + min(under_way, weights)
         rows.append((server.name, weights + kv + sync, weights, 0, kv, sync))
     if plan.train is not None:
-        size = _sharded_size(model, plan.train.rules, plan.train.axes)
+        size = sharded_size(model, plan.train.rules, plan.train.axes)
         weights, state = size * master, size * 4 * (ADAM_MOMENTS + 1)
         sync = min(under_way, size * served) if plan.servers else 0
         rows.append((plan.train.pool, weights + state + sync, weights, state, 0, sync))
     for where in sorted(needed_roles(settings)):
         mesh = plan.role(getattr(settings, where).pool, settings.model)
-        size, is_critic = _sharded_size(model, mesh.rules, mesh.axes), where == "critic"
+        size, is_critic = sharded_size(model, mesh.rules, mesh.axes), where == "critic"
         weights = size * (master if is_critic else served)
         state = size * 4 * (ADAM_MOMENTS + 1) * is_critic
         rows.append((f"{mesh.pool} {where}", weights + state, weights, state, 0, 0))
@@ -249,7 +249,7 @@ def _weight_bytes(model: Model | ValueModel) -> int:
     return sum(a.size * a.dtype.itemsize for a in model.abstract.values())
 
 
-def _sharded_size(model: Model, rules: Rules, axes: Mapping[str, int]) -> int:
+def sharded_size(model: Model, rules: Rules, axes: Mapping[str, int]) -> int:
     """Weights that one device holds."""
     return sum(
         math.prod(array.shape) // _num_shards(model.logical_axes[name], rules, axes)

@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 from rl_jax.live_view import Figures, LiveView
 from rl_jax.metrics import Metric, Row, values_of
+from rl_jax.timeline import OFF, Track
 from rl_jax.waits import Wait, Watchdog
 
 LOG = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ class Progress:
         self._sources: tuple[Callable[[], Iterable[Wait]], ...] = ()
         self._watchdog = Watchdog(WATCH_SHARE * heartbeat_s)
         self._closing = threading.Event()
+        self.track: Track = OFF  # of the timeline; the job's, whose thread calls `doing`
 
     def note(self, text: str, **fields: Any) -> None:
         """One line that is not a step; `fields` appear in the json form only."""
@@ -180,10 +182,16 @@ class Progress:
         """
         told_s = self._clock() + (self.heartbeat_s if after_s is None else after_s)
         self._phases.append((name, status, told_s))
+        start_s = time.monotonic()
         try:
             yield
         finally:
             self._phases.pop()
+            kind, _, number = name.rpartition(" ")
+            if number.isdigit():
+                self.track.add(kind, start_s, time.monotonic(), number=int(number))
+            else:
+                self.track.add(name, start_s, time.monotonic())
 
     def start_heartbeat(
         self,

@@ -42,6 +42,7 @@ from rl_jax.remote.private_network import PrivateNetwork
 from rl_jax.remote.spec import Spec, StoreSpec
 from rl_jax.remote.starter import EXIT_S, launched, told
 from rl_jax.settings import ClusterSettings
+from rl_jax.timeline import NO_TRACES
 
 ASK_S = 5.0  # for an answer that Ray has already
 PLACE_S = 15.0  # for Ray to take an actor
@@ -139,6 +140,7 @@ class RayStarter:
     """Actors of one Ray cluster. Listens from its constructor on; Ray is reached by `open`."""
 
     is_by_hand, commands = False, ()
+    traces = NO_TRACES
 
     def __init__(self, settings: ClusterSettings, log_dir: Path, specs: Sequence[Spec]):
         """Raises: OSError where it cannot listen, or the host gives no private network to a Ray that is to have one."""

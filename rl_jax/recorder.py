@@ -10,9 +10,9 @@ Must not: stop or slow training because a file could not be written (the writers
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from rl_jax.disk import naming
 from rl_jax.first_step import FirstStep
 from rl_jax.guards import Alarm
 from rl_jax.metrics import Metric, MetricsWriter, Row, pass_rates
+from rl_jax.profiling import Profiler
 from rl_jax.progress import Progress
 from rl_jax.resume import SUMMARY
 from rl_jax.rollout.traces import write_traces
 from rl_jax.settings import MetricsSettings
+from rl_jax.timeline import OFF, Traces, Track
 from rl_jax.types import FinishReason, Group, Outcome, Trajectory
 from rl_jax.waits import Wait
 
@@ -46,6 +48,8 @@ SEEN = {  # metric -> counters whose quotient it is: a sum of what was there ove
     "kv_usage": ("block_held_pages", "block_pages"),
     "prefill_prompts": ("chunk_prompts", "prompt_chunks"),
 }
+BUSY = "busy_s."  # of the servers' counters: device seconds of a pool's servers in chunks, blocks and transfers
+PROFILE = "profile"  # what JAX's profiler wrote, in the run directory
 
 
 class Recorder:
@@ -66,10 +70,15 @@ class Recorder:
         self._serving: Callable[[], Mapping[str, float]] = dict
         self._last_serving: dict[str, float] = {}
         self._last_idle: dict[str, float] = {}
+        self._busy: dict[str, float] = {}  # of the step: BUSY + pool -> device seconds
         self._start_s = time.monotonic()
         self._lag0 = Metric(0.0, 0)
         self._useful = [0.0, 0.0]  # trained tokens, sampled tokens
         self._first = FirstStep()
+        self.track: Track = OFF  # of the driver's laps
+        self._profiler = Profiler(settings, Path(run_dir.path) / PROFILE)
+        self._devices: Mapping[str, int] = {}  # of each pool
+        self._trains = ""  # the pool that trains
         self._is_stuck = False  # writing traces had its time, and is left behind
         self._tracer = ThreadPoolExecutor(1, "traces")
         self._tracing: Future | None = None  # of the step before
@@ -87,6 +96,19 @@ class Recorder:
         self._serving = serving
         self._last_serving = dict(serving())
         self.progress.start_heartbeat(status, (*sources, self.waits))
+
+    def trace(self, traces: Traces, devices: Mapping[str, int], trains: str) -> None:
+        """Have the timeline know what the driver does. devices: of each pool; trains: the pool that does."""
+        self.track, self.progress.track = traces.track("driver/steps"), traces.track("driver/now")
+        self._devices, self._trains = dict(devices), trains
+
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """What is done inside is step `step`: of those of metrics.profile_steps JAX's profiler is told."""
+        self._profiler.begin(step)
+        yield
+        with self.progress.doing("the profile"):
+            self._profiler.end(step)
 
     def waits(self) -> list[Wait]:
         """The traces that are being written. Any thread."""
@@ -142,12 +164,15 @@ class Recorder:
     def close(self) -> None:
         """End the thread after what it writes, unless that is stuck; what it raises was no longer asked for."""
         self._first.close()
+        self._profiler.close()
         with suppress(Exception):
             self.flush()
         self._tracer.shutdown(wait=not self._is_stuck)
 
     def evaluation(self, version: int, name: str, result: Any) -> None:
         """One row and one line of an evaluation at a pinned version; its tokens count in no rate of a step."""
+        now = time.monotonic()
+        self.track.add("evaluation", now - result.seconds, now, version=version, name=name)
         own = sum(t.num_sampled for t in result.trajectories)
         self._useful[1] += max(self._served().get("decode_tokens", 0.0) - own, 0.0)
         row = {
@@ -241,6 +266,7 @@ class Recorder:
 
     def _serve_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric | float]:
         delta = self._served()
+        self._busy = {name: num for name, num in delta.items() if name.startswith(BUSY)}
         row: dict[str, Metric | float] = {
             f"serve/{name}": delta[name] for name in SERVED if name in delta
         }
@@ -253,13 +279,26 @@ class Recorder:
             row["perf/prefill_tokens_per_s"] = delta.get("prefill_tokens", 0.0) / seconds.sum
         return row
 
+    def _pools_busy(self, train_s: float, step_s: float) -> dict[str, float]:
+        """Shares of the step, of each pool and of all devices; a pool that serves and trains counts both, to 1 at
+        most."""
+        devices = self._devices or {self._trains: 1}
+        busy = {pool: self._busy.get(f"{BUSY}{pool}", 0.0) / num for pool, num in devices.items()}
+        busy[self._trains] = busy.get(self._trains, 0.0) + train_s
+        shares = {pool: min(seconds / step_s, 1.0) for pool, seconds in busy.items()}
+        of_all = sum(devices[pool] * share for pool, share in shares.items())
+        out = {"goodput/run": of_all / sum(devices.values())}
+        if len(shares) > 1:
+            out |= {f"goodput/run.{pool}": share for pool, share in shares.items()}
+        return out
+
     def _goodput(self, row: Mapping[str, Any], num_open: float = 0) -> dict[str, float]:
         """num_open: tokens sampled by episodes that may still be trained; counted before the servers were asked."""
         out = {}
         train = row.get("time/train_s")
         if train is None or train.sum <= 0:
             return out  # nothing was trained
-        out["goodput/run"] = train.sum / row["time/step_s"].sum
+        out.update(self._pools_busy(train.sum, row["time/step_s"].sum))
         out["perf/train_tokens_per_s"] = row["batch/tokens"].sum / train.sum
         if self._peak_flops and "batch/tflops" in row:
             out["perf/train_mfu"] = row["batch/tflops"].sum * 1e12 / train.sum / self._peak_flops

@@ -4,7 +4,16 @@ A field's comment gives its unit and range, as in settings.py, which imports the
 there.
 """
 
+import re
 from dataclasses import dataclass
+
+
+def steps_range(text: str) -> tuple[int, int]:
+    """(A, B) of "A:B". Raises: ValueError."""
+    found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise ValueError(f"{text!r} is no range of steps: A:B with 1 <= A <= B, as 3:5")
+    return int(found[1]), int(found[2])
 
 
 @dataclass(frozen=True)
@@ -13,6 +22,11 @@ class MetricsSettings:
     progress: str = "auto"
     heartbeat_s: float = 30.0
     rollouts_every: int = 1  # steps between saved traces; 0 = never
+    # of the timeline that one process may leave in traces/ (tools.trace reads it); the older half goes first; 0 = none
+    timeline_bytes: int = 64 << 20
+    profile_steps: str = (
+        ""  # "A:B": steps A to B, both with, are traced by JAX's profiler into profile/; "" = none
+    )
 
 
 @dataclass(frozen=True)

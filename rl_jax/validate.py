@@ -29,6 +29,7 @@ from rl_jax.rollout.bound import ADAPTIVE, POLICIES
 from rl_jax.rollout.curriculum import curriculum_errors
 from rl_jax.rollout.scheduler import SCHEDULERS
 from rl_jax.settings import MeshSettings, Settings
+from rl_jax.settings_watch import steps_range
 from rl_jax.tokens import TOKENIZERS, TOOL_PARSERS
 from rl_jax.types import MAX_SUPPORT
 from rl_jax.validate_cluster import ELSEWHERE, HERE, cluster_errors
@@ -159,6 +160,7 @@ INTERVALS = {
     "eval.timeout_s": "(0, inf)",
     "metrics.heartbeat_s": "(0, inf)",
     "metrics.rollouts_every": "[0, inf)",
+    "metrics.timeline_bytes": "[0, inf)",
     "cluster.port": "[0, 65535]",
     "cluster.heartbeat_s": "(0, inf)",
     "cluster.lease_s": "(0, inf)",
@@ -462,12 +464,20 @@ def _schedule(s: Settings) -> Iterator[str]:
         )
 
 
+def _profile(s: Settings) -> Iterator[str]:
+    try:
+        steps_range(s.metrics.profile_steps or "1:1")
+    except ValueError as error:
+        yield f"metrics.profile_steps={error}"
+
+
 RULES: tuple[Callable[[Settings], Iterator[str]], ...] = (
     _model,
     _engine,
     _batch,
     curriculum_errors,
     _schedule,
+    _profile,
     cluster_errors,
 )
 

@@ -64,6 +64,7 @@ PART = {
     "lowering": "records",
     "settings": "records",
     "settings_watch": "records",
+    "timeline": "records",
     "schema": "records",
     "__init__": "records",
     "engine": "serving",
@@ -87,6 +88,7 @@ PART = {
     "driver": "driver",
     "recorder": "driver",
     "first_step": "driver",
+    "profiling": "driver",
     "guards": "driver",
     "warm_start": "driver",
     "names": "config",
@@ -97,6 +99,7 @@ PART = {
     "exit_codes": "launch",
     "dry_run": "launch",
     "plan_record": "launch",
+    "pool_facts": "launch",
     "build_roles": "launch",
     "preflight": "launch",
     "preflight_cluster": "launch",
@@ -133,7 +136,7 @@ ONLY_IN = {
 
 # Checked before jax is loaded, or run in processes that never load it.
 NO_JAX = (
-    "rl_jax/__init__.py", "rl_jax/clock.py",
+    "rl_jax/__init__.py", "rl_jax/clock.py", "rl_jax/timeline.py",
     "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/settings_watch.py", "rl_jax/schema.py", "rl_jax/config.py",
     "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/validate_cluster.py", "rl_jax/validate_rewards.py",
     "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",
@@ -146,7 +149,7 @@ NO_JAX = (
     "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",
     "rl_jax/models/hf_config.py", "rl_jax/models/hf_keys.py", "rl_jax/tools/convert.py",
     "rl_jax/tools/fetch_smollm2.py", "rl_jax/tools/check_env.py", "rl_jax/tools/env_checks.py",
-    "rl_jax/tools/reward_server.py", "rl_jax/tools/serve.py", "rl_jax/http",
+    "rl_jax/tools/reward_server.py", "rl_jax/tools/serve.py", "rl_jax/tools/trace.py", "rl_jax/http",
     "envs", "mesh_configs",
 )  # fmt: skip
 

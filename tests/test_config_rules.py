@@ -44,6 +44,7 @@ def test_every_setting_has_a_rule():
         "algorithm.episode_roles",  # names of an environment
         "algorithm.normalize",  # true, false or the algorithm's own
         "algorithm.bootstrap",
+        "metrics.profile_steps",  # a range
     }
     keys = {
         k

@@ -16,6 +16,13 @@ class Piece:
     start: int
 
 
+def cost_of(pieces: Sequence[Piece]) -> dict[str, int]:
+    """What a chunk computes: tokens, and pairs of a token with what stands before it and itself."""
+    sizes = [(len(piece.tokens), piece.start) for piece in pieces]
+    pairs = sum(n * start + n * (n + 1) // 2 for n, start in sizes)
+    return {"tokens": sum(n for n, _ in sizes), "pairs": pairs}
+
+
 @dataclass
 class Chooser:
     """Which requests the next chunk extends, chunk after chunk.

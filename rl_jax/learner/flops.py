@@ -6,7 +6,7 @@ Must not: measure anything.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from jax.sharding import Mesh
@@ -33,12 +33,36 @@ PEAK_FLOPS = {
 }
 
 
+# Bytes a second of one device's memory, likewise.
+PEAK_BYTES = {
+    "NVIDIA GB200": 8e12,
+    "NVIDIA B200": 8e12,
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA H100 PCIe": 2.0e12,
+    "NVIDIA H100": 3.35e12,
+    "NVIDIA A100-SXM4-80GB": 2.04e12,
+    "NVIDIA A100 80GB": 1.94e12,
+    "NVIDIA A100": 1.555e12,
+    "NVIDIA L4": 300e9,
+    "TPU v6 lite": 1640e9,
+    "TPU v6e": 1640e9,
+    "TPU v5 lite": 819e9,
+    "TPU v5e": 819e9,
+    "TPU v5": 2765e9,
+    "TPU v4": 1228e9,
+}
+
+
 def peak_flops(mesh: Mesh) -> float | None:
     """Of all devices of the mesh; None where a kind is not in the table, as a CPU."""
-    kinds = [device.device_kind for device in mesh.devices.flat]
-    peaks = [next((v for k, v in PEAK_FLOPS.items() if kind.startswith(k)), None) for kind in kinds]
+    return peak_of([device.device_kind for device in mesh.devices.flat], PEAK_FLOPS)
+
+
+def peak_of(kinds: Sequence[str], table: Mapping[str, float]) -> float | None:
+    """The sum over devices of these kinds; None where one is not in the table, or there is none."""
+    peaks = [next((v for k, v in table.items() if kind.startswith(k)), None) for kind in kinds]
     known = [peak for peak in peaks if peak is not None]
-    return sum(known) if len(known) == len(peaks) else None
+    return sum(known) if known and len(known) == len(peaks) else None
 
 
 def matrix_weights(model: Model | ValueModel) -> int:

@@ -24,6 +24,7 @@ from rl_jax.learner.step import TrainState
 from rl_jax.lowering import Program
 from rl_jax.metrics import Metric
 from rl_jax.models.model import Params
+from rl_jax.timeline import OFF, Track
 
 
 @dataclass
@@ -34,7 +35,15 @@ class Roles:
     # "reference_logprobs" | "teacher_logprobs" | "reward_scores" -> who gives them
     frozen: dict[str, FrozenPolicy | Remembered] = field(default_factory=dict)
 
+    track: Track = OFF
+
     wants_save: ClassVar[bool] = False  # beyond what the config says
+
+    def trace(self, track: Track) -> None:
+        """Have a timeline know what is computed."""
+        self.track = self.policy.track = track
+        if self.critic is not None:
+            self.critic.track = track
 
     @property
     def params(self) -> Params:
@@ -75,6 +84,12 @@ class Roles:
     def score(self, batch: Batch, needs: Iterable[str]) -> dict[str, np.ndarray]:
         """The extras an algorithm needs, f32[B, T] each, 0 where not trained. Raises: ValueError for one nobody has."""
         wanted = set(needs) - IN_STEP
+        if not wanted:
+            return {}
+        with self.track.span("score", needs=sorted(wanted)):
+            return self._score(batch, wanted)
+
+    def _score(self, batch: Batch, wanted: set[str]) -> dict[str, np.ndarray]:
         mine: dict[str, Any] = {name: role.score for name, role in self.frozen.items()}
         if self.critic is not None:
             mine["values"] = self.critic.score

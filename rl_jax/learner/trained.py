@@ -30,6 +30,7 @@ from rl_jax.metrics import Metric
 from rl_jax.models.model import Model, Params
 from rl_jax.models.value import ValueModel
 from rl_jax.settings import LearnerSettings
+from rl_jax.timeline import OFF, Track
 
 LOG = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class TrainedModel:
     gives = "old_logprobs"  # the extra that its scorer computes
     figures = Figures()
     scorer: Scorer  # for any weights of this model on this mesh
+    track: Track = OFF
 
     def __init__(
         self,
@@ -136,9 +138,10 @@ class TrainedModel:
 
         Raises: ValueError if the batch does not fit; NonFiniteError after settings.max_skipped bad updates in a row.
         """
-        arrays = self.rows.put(batch, version)
-        self._state, out = self._step(self.state, arrays, *self._beside)
-        out, in_row = jax.device_get((out, self._state.skipped_in_row))
+        with self.track.span("update", model=self.what, version=version):
+            arrays = self.rows.put(batch, version)
+            self._state, out = self._step(self.state, arrays, *self._beside)
+            out, in_row = jax.device_get((out, self._state.skipped_in_row))
         metrics = {name: Metric(float(s), float(n)) for name, (s, n) in out["sums"].items() if n}
         if metrics[self.figures.skipped].sum:
             self._report_skip(batch, version, metrics, int(in_row))

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from rl_jax.remote import framing
+from rl_jax.remote.clock_offset import ClockOffset
 from rl_jax.remote.framing import FramingError, Message, Reader, Refused, Unsendable
 from rl_jax.settings import ClusterSettings
 from rl_jax.waits import Wait
@@ -141,6 +142,7 @@ class Channel:
         self.name, self.attempt, self.settings = name, attempt, settings
         self.host = _host(sock)  # of this side, by which the other one reached it, or is on it
         self.closed: Exception | None = None  # why nothing goes through any more
+        self.clock = ClockOffset()
         self._sock, self._handlers = sock, dict(handlers or {})
         self._pulse, self._on_pulse, self._on_close = pulse, on_pulse, on_close
         self._lock = threading.Condition()
@@ -381,6 +383,7 @@ class Channel:
         elif kind == "error" and type(number) is int:
             self._settle(number, _raised(message.body, self.name))
         elif kind == "pulse":
+            self.clock.heard(envelope.get("clock"), time.monotonic())
             _run(self._on_pulse, message.body)
         elif kind in ("call", "tell") and isinstance(verb, str):
             self._handle(message, verb, number if kind == "call" else None)
@@ -480,7 +483,9 @@ class Channel:
         while self.closed is None:
             if not self._queues[Lane.PULSE]:  # else the last one has not even gone
                 with contextlib.suppress(ConnectionError):
-                    self._put({"k": "pulse"}, self._pulse(), (), float("inf"), Lane.PULSE)
+                    told, stamp = self._pulse(), self.clock.stamp(time.monotonic())
+                    pulse = {"k": "pulse", "clock": stamp}
+                    self._put(pulse, told, (), float("inf"), Lane.PULSE)
             with self._lock:
                 self._lock.wait_for(lambda: self.closed is not None, every)
             now = time.monotonic()

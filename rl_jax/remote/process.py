@@ -2,6 +2,7 @@
 
 Life: 1 the constructor has it started (starter.py); 2 `connect` waits for its link, and opens a channel on it; 3 the
 first reason for which it counts as dead is told, once; 4 `end` ends what is left of it.
+In the timeline of the run its life is a span of life/NAME; what it tells of its own spans goes there as NAME.attempt.
 Must not: start anything anew (lives.py), know how it is started, or what is asked.
 """
 
@@ -11,9 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_jax.remote.channel import Channel, Request
-from rl_jax.remote.spec import Spec
+from rl_jax.remote.spec import WORKER_PROGRAM, Spec
 from rl_jax.remote.starter import EXIT_S, Starter
 from rl_jax.settings import ClusterSettings
+from rl_jax.timeline import clock_id
 
 LOOK_S = 0.5
 DYING_S = 1.0  # for a process whose connection ended to end by itself, which tells how
@@ -42,6 +44,11 @@ class RemoteProcess:
         self._handlers = handlers
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._why = ""
+        self._traces, self._start_s = starter.traces, time.monotonic()
+        self._life = self._traces.track(f"life/{self.name}")
+        self._life.mark("started")
+        # The program beside a worker has nothing to tell: what a worker does is seen here.
+        self._is_traced = self._traces.is_on and spec.program != WORKER_PROGRAM
         self._handle = starter.start(spec, attempt)
 
     @property
@@ -60,12 +67,14 @@ class RemoteProcess:
                     self.name,
                     self.attempt,
                     self._settings,
-                    handlers=self._handlers,
+                    handlers={**(self._handlers or {}), "spans": self._spans},
                     on_pulse=lambda body: self._on_pulse(self, body),
                     on_close=lambda error: self.give_up(str(error)),
                     grace_s=self._settings.start_timeout_s,
                 )
                 self.channel.start()
+                if self._is_traced:
+                    self.channel.tell("trace")
                 return self.channel
             if self._handle.ended(0.0) is not None:
                 self.give_up("it ended before it was linked")
@@ -80,7 +89,20 @@ class RemoteProcess:
                 return
             self._why = why
             self._ended.set()
+        self._life.add("up", self._start_s, time.monotonic(), why=why)
         self._on_end(why)
+
+    def _spans(self, request: Request) -> None:
+        """What it did. Its clock is ours where it says so, else its distance is estimated by the pulses."""
+        channel, line = self.channel, dict(request.body)
+        if line["head"]["clock"] == clock_id():
+            offset_s, within_s = 0.0, 0.0
+        elif channel is not None and (best := channel.clock.best) is not None:
+            offset_s, within_s = -best[0], best[1]
+        else:
+            return self._traces.other_clock(len(line["s"]))
+        line |= {"offset_s": offset_s, "within_s": within_s}
+        self._traces.other(f"{self.name}.{self.attempt}", line)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it counts as dead by now."""

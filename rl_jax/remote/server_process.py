@@ -119,6 +119,7 @@ class ServerService(Service):
 
     def _build(self, request: Request) -> None:
         server = load(self.told["factory"])(request.body)
+        server.trace(self.timeline.track(f"{server.kind}/{server.name}"))
         server.start()
         self._server = server
         request.answer()
@@ -167,6 +168,7 @@ class ServerService(Service):
 
     def _close(self, request: Request) -> None:
         self._server.close()
+        self.timeline.close()  # the last spans go before the answer, after which the process is ended
         request.answer()
 
     # --- at once, on the channel's thread ----------------------------------------------------

@@ -2,20 +2,23 @@
 once on the channel's, until the channel ends, and the process with it.
 
 Life: 1 the channel is opened on the socket to the driver; its pulses say what `pulse` gives. 2 `run` takes orders,
-whose methods are `_VERB`; one that fails tells the driver why. 3 The driver is gone, or gave no sign of life for a
+whose methods are `_VERB`; one that fails tells the driver why. Where the driver wants a timeline (`trace`), what was
+recorded goes there as `spans` twice a second. 3 The driver is gone, or gave no sign of life for a
 lease: the process ends at once, whatever it does.
 Must not: write a file (what it prints is its log), or keep state that the driver could not lose.
 """
 
 import logging
+import os
 import queue
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_jax.remote.channel import Channel, Request
 from rl_jax.remote.program import leave
 from rl_jax.settings import ClusterSettings
+from rl_jax.timeline import Span, Timeline, clock_id
 
 MAX_ORDERS = 1 << 10  # more than all syncs of a run that time out could leave waiting
 
@@ -32,9 +35,11 @@ class Service:
     def __init__(self, sock: socket.socket, told: Mapping[str, Any]):
         """told: factory, attempt and the cluster's settings."""
         self.told, self.sock = told, sock
+        self.timeline, self._head = Timeline(), {"clock": clock_id(), "pid": os.getpid()}
         self._waiting: queue.Queue[Request] = queue.Queue(MAX_ORDERS)
         handlers: dict[str, Callable[[Request], None]] = dict.fromkeys(self.orders, self._later)
         handlers |= dict.fromkeys(self.quick, self._now) | dict(self.others)
+        handlers["trace"] = lambda request: self.timeline.start(self._told_spans)
         self._channel = Channel(
             sock,
             "the driver",
@@ -69,6 +74,10 @@ class Service:
 
     def check_ready(self) -> None:
         """Raises: RuntimeError where no quick command can be obeyed yet."""
+
+    def _told_spans(self, spans: Sequence[Span], lost: int) -> None:
+        if spans:
+            self._channel.tell("spans", {"head": self._head, "s": spans, "lost": lost})
 
     def _later(self, request: Request) -> None:
         try:

@@ -31,6 +31,7 @@ from rl_jax.remote.link import address_text, new_secret, secret_of, write_secret
 from rl_jax.remote.listener import Expected, Listener
 from rl_jax.remote.spec import Spec
 from rl_jax.settings import ClusterSettings
+from rl_jax.timeline import NO_TRACES, Traces
 
 EXIT_S = 5.0  # for a killed process to be gone
 SECRET_FILE = "cluster.secret"
@@ -65,6 +66,8 @@ class Handle(Protocol):
 
 class Starter(Protocol):
     """Of one cluster. `start` and the handle's methods are called on the thread of one server's life."""
+
+    traces: Traces  # of the run: what the processes do when
 
     @property
     def is_by_hand(self) -> bool: ...  # whether nobody but a person may know when a process comes
@@ -190,6 +193,7 @@ class LocalStarter:
     """Children of this process."""
 
     is_by_hand, commands = False, ()
+    traces = NO_TRACES
 
     def __init__(self, settings: ClusterSettings, log_dir: Path):
         self._settings, self._log_dir = settings, log_dir
@@ -240,7 +244,7 @@ class Guest:
 class ExternalStarter:
     """Processes that come over TCP. Listens from its constructor on."""
 
-    is_by_hand = True
+    is_by_hand, traces = True, NO_TRACES
 
     def __init__(self, settings: ClusterSettings, log_dir: Path, specs: Sequence[Spec]):
         """The secret comes from RL_JAX_CLUSTER_SECRET, which leaves this process's environment, or is made and lies in

@@ -45,6 +45,7 @@ from rl_jax.rollout.scheduler import REDUNDANT, SchedulerConfig, demands
 from rl_jax.rollout.slots import Slots
 from rl_jax.rollout.turn_barrier import TurnBarrier
 from rl_jax.settings import RolloutSettings
+from rl_jax.timeline import OFF, Track
 from rl_jax.types import (
     Cancel,
     Done,
@@ -108,6 +109,7 @@ class Dispatcher:
         self._step, self._need, self.version = 0, 0, 0
         self._last_step: int | None = None
         self._idle_since_s: float | None = None
+        self.track: Track = OFF
         self.wait_for_policy_s = 0.0  # wanted, but the bound let nothing run
         self.wait_for_max_live_s = 0.0  # slots were free, and a source was at its max_live
         self._limited_since_s: float | None = None
@@ -456,6 +458,7 @@ class Dispatcher:
         at_s = now_s()
         if self._idle_since_s is not None:
             self.wait_for_policy_s += at_s - self._idle_since_s
+            self.track.add("wait_for_policy", self._idle_since_s, at_s)
         is_idle = self._need > 0 and not any(g.members for g in self._groups.values())
         has_all = self._has_all()
         self._idle_since_s = at_s if is_idle and not has_all else None

@@ -25,9 +25,11 @@ from typing import Any, NamedTuple
 
 from rl_jax.rollout import wire
 from rl_jax.rollout.place import Place
+from rl_jax.timeline import OFF, Track
 from rl_jax.waits import Wait
 
 CLOSE_S = 2.5  # for a closed worker to close its environments (env_process.CLOSE_S and some)
+LEAST_S = 2e-4  # of a call that the timeline shows by itself: many environments take microseconds
 LOGGED = ("env_error", "env_timeout", "env_died")  # faults that leave a trace in a worker's log
 
 
@@ -75,6 +77,8 @@ class WorkerProcess:
         self.num_live = 0  # environments opened and not closed; the pool counts them
         self.offers: dict[str, Any] | None = None  # of env_process.Worker, once imported
         self.fault: WorkerFault | None = None  # why it takes no more calls
+        self.track: Track = OFF
+        self._num_short, self._short_s = 0, 0.0  # calls that the timeline was not told one by one
         self._calls: deque[Call] = deque()
         self._head_since_s = 0.0
         self._num_calls = 0
@@ -199,6 +203,7 @@ class WorkerProcess:
             self._begin_end("env_died")
             return
         self._calls.popleft()
+        self._tell(call)
         self._new_head()
         call.done(answer.get("r"), WorkerFault(*failed) if failed else None)
 
@@ -209,6 +214,24 @@ class WorkerProcess:
         ready, self._ready = self._ready, []
         for future in ready:
             _settle(future)(None, fault)
+
+    def _tell(self, call: Call, fault: str = "") -> None:
+        """The timeline, of a call that is over: from when the worker took it. Short ones are summed up in the next."""
+        if not self.track.is_on:
+            return
+        now = time.monotonic()
+        if now - self._head_since_s < LEAST_S and not fault:
+            self._num_short += 1
+            self._short_s += now - self._head_since_s
+            return
+        verb, _, owner = call.what.partition(" of ")
+        more: dict[str, Any] = {"fault": fault} if fault else {}
+        if self._num_short:
+            more |= {"short": self._num_short, "short_s": self._short_s}
+            self._num_short, self._short_s = 0, 0.0
+        if self._calls:
+            more["queued"] = len(self._calls)  # behind it, now that it is over
+        self.track.add(verb, self._head_since_s, now, of=owner, **more)
 
     def _new_head(self) -> None:
         self._head_since_s = time.monotonic()
@@ -258,6 +281,8 @@ class WorkerProcess:
 
     def _fail_calls(self, head: WorkerFault, others: WorkerFault) -> None:
         calls, self._calls = self._calls, deque()
+        if calls:
+            self._tell(calls[0], head.kind)
         for i, call in enumerate(calls):
             call.done(None, head if i == 0 else others)
 

@@ -25,6 +25,7 @@ Must not: block the event loop, or wait without a deadline.
 
 import asyncio
 import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from rl_jax.rewards.check import ENV_SCORER, checked, failed, from_steps, with_r
 from rl_jax.rollout.adaptive import AdaptiveTimeout
 from rl_jax.rollout.scorer_pool import Scorers
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
+from rl_jax.timeline import OFF, Track
 from rl_jax.types import SHAPING, EpisodeView, Failure, Reward, Task
 
 COMPOSITE = "composite"
@@ -91,6 +93,7 @@ class RewardService:
         self._scorers, self._settings, self._patience_s = scorers, settings, patience_s
         self._sources = {source.tag: source for source in sources}
         self._adaptive = AdaptiveTimeout(settings.timeout_s) if settings.adaptive_timeout else None
+        self.track: Track = OFF
         self.num_rescored = 0  # turns, as their scorer's version changed during the episode
 
     def turns_of(self, task: Task) -> TurnScores | None:
@@ -136,7 +139,9 @@ class RewardService:
         limit_s, key = None, f"{name}/{task.id}"
         if self._adaptive is not None:
             limit_s = self._adaptive.limit_s(key)
+        start_s = time.monotonic()
         answer = await self._scorers.score(name, task, view, turn=turn, limit_s=limit_s)
+        self.track.add(name, start_s, time.monotonic(), of=task.id, own_s=round(answer.seconds, 6))
         reward = checked(answer.reward)
         if self._adaptive is not None:
             self._adaptive.saw(key, reward.value, answer.seconds)

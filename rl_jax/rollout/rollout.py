@@ -39,6 +39,7 @@ from rl_jax.rollout.selection import dropped_counts
 from rl_jax.rollout.slots import Slots
 from rl_jax.rollout.worker import EnvError
 from rl_jax.settings import EvalSettings, RewardSettings, RolloutSettings, TaskSource
+from rl_jax.timeline import Traces
 from rl_jax.types import Dropped, Group, Sampler, SchedulerPolicy, Task, Tick
 from rl_jax.waits import Wait, stack_head
 
@@ -107,9 +108,12 @@ class Rollout:
             self._count,
             self.vocab_size,
         )
+        self._scoring = RewardService(
+            self.pool, self.rewards, self.settings.episode_timeout_s, self.sources
+        )
         self._player = Player(
             tools,
-            RewardService(self.pool, self.rewards, self.settings.episode_timeout_s, self.sources),
+            self._scoring,
             self.ledger,
             self.seed,
             self.settings.max_env_failures,
@@ -132,6 +136,12 @@ class Rollout:
         self.buffer.on_drop = self._on_buffer_drop
 
     # --- life -------------------------------------------------------------------------------------------------------
+
+    def trace(self, traces: Traces) -> None:
+        """Have a timeline know what environments, scorers and the staleness bound take. Before `start`."""
+        self.pool.trace(traces)
+        self._scoring.track = traces.track("reward")
+        self._dispatcher.track = traces.track("rollout")
 
     def start(self) -> None:
         """Start the thread and the pool. Raises what pool.start() raises, with everything closed again."""

@@ -41,6 +41,7 @@ from rl_jax.rollout.place import LocalPlace, Place
 from rl_jax.rollout.process import Limit, WorkerFault, WorkerProcess, told
 from rl_jax.rollout.scorer_pool import Answer, ScorerPool, pause_s
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
+from rl_jax.timeline import NO_TRACES, Traces
 from rl_jax.types import Action, EpisodeView, Failure, Message, StepResult, Task
 from rl_jax.waits import Wait
 
@@ -198,6 +199,7 @@ class EnvPool:
             )
             self.scorers.on_failed = self._scorers_failed
         self._workers: dict[str, WorkerProcess] = {}
+        self._traces = NO_TRACES
         self._tasks: dict[tuple[str, str], tuple[Task, ...]] = {}
         self._offers: dict[str, Any] = {}
         self._endings: Counter[str] = Counter()  # of each place, since its last finished episode
@@ -234,6 +236,12 @@ class EnvPool:
         if isinstance(self.scorers, ScorerPool):
             await self.scorers.move(place)
         self.spawn()
+
+    def trace(self, traces: Traces) -> None:
+        """Have the timeline know what the environments' workers do from now on."""
+        self._traces = traces
+        for name, worker in self._workers.items():
+            worker.track = traces.track(f"env/{name}")
 
     @property
     def start_limit_s(self) -> float:
@@ -490,7 +498,9 @@ class EnvPool:
                 await self._place_free.wait()
 
     def _new_worker(self, name: str) -> WorkerProcess:
-        return WorkerProcess(name, self._inits[name], self._start_limit, self._place)
+        worker = WorkerProcess(name, self._inits[name], self._start_limit, self._place)
+        worker.track = self._traces.track(f"env/{name}")
+        return worker
 
     def _died(self, worker: WorkerProcess) -> None:
         """Replace a worker that ended, unless its place has used up its budget."""

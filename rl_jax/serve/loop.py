@@ -12,13 +12,17 @@ fail(closed).
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rl_jax.serve.commands import Command, Inbox
+from rl_jax.timeline import OFF, Track
 from rl_jax.types import TurnError
 
 log = logging.getLogger(__name__)
+
+LEAST_WAIT_S = 1e-3  # a shorter wait for commands is part of the host's work between two
 
 
 class Progress(NamedTuple):
@@ -53,6 +57,7 @@ class Loop:
         self._fail, self._refuse = fail, refuse
         self._inbox = Inbox()
         self._ready = threading.Event()
+        self.track: Track = OFF  # set before `start`
         self._closing = self._is_idle = False
         self._thread = threading.Thread(target=self._run, name=f"serve-{server}", daemon=True)
 
@@ -103,6 +108,7 @@ class Loop:
         return Progress(self.num_done, self.doing, not self._ready.is_set(), self._is_idle)
 
     def _run(self) -> None:
+        start_s = time.monotonic()
         try:
             self.doing = "compiling"
             for program in self._prepare():
@@ -112,22 +118,32 @@ class Loop:
                 if self._closing:
                     break
             self._ready.set()
+            self.track.add("compile", start_s, time.monotonic())
             while not self._closing:
-                wait_s = self._idle_s()
-                self.doing, self._is_idle = "waiting for commands", wait_s > 0
-                commands = self._inbox.take(wait_s)
-                self._is_idle = False
-                self._step(commands)
+                self._step(self._wait())
             self._fail(self.error())
         except BaseException as error:  # the server's boundary: everyone who waits must learn of it
             self._die(error)
         finally:
             self._ready.set()
 
+    def _wait(self) -> Sequence[Command]:
+        """What is to be obeyed now; sleeps where there is nothing that could be done."""
+        wait_s = self._idle_s()
+        self.doing, self._is_idle = "waiting for commands", wait_s > 0
+        start_s = time.monotonic()
+        commands = self._inbox.take(wait_s)
+        end_s = time.monotonic()
+        if end_s - start_s > LEAST_WAIT_S:
+            self.track.add("wait", start_s, end_s)
+        self._is_idle = False
+        return commands
+
     def _die(self, error: BaseException) -> None:
         log.error("%s died while %s", self.server, self.doing, exc_info=error)
         self.fenced = f"its thread died while {self.doing}: {type(error).__name__}: {error}"
         self.is_dead = True
+        self.track.mark("dead", why=self.fenced)
         left = self._inbox.close()
         self._fail(self.error())
         for command in left:

@@ -23,12 +23,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
 from kernels import digest
 from rl_jax.settings import WeightSettings
+from rl_jax.timeline import OFF, Track
 from rl_jax.types import Ack, Digest, SourceLost, SyncResult, SyncTarget
 from rl_jax.weights.fetch_copy import Elsewhere
 from rl_jax.weights.host_copy import ByPlace
@@ -63,6 +65,7 @@ class WeightSync:
             )
         self.plan, self.settings = plan, settings
         self.version = -1  # of the last published weights; -1 before the first
+        self.track: Track = OFF
         self._transport = ByPlace(plan, settings.transport) if transport is None else transport
         self._targets = {t.name: t for t in targets}
         self._lanes = {name: Lane(name) for name in (*self._targets, "train")}
@@ -154,7 +157,11 @@ class _Attempt:
     def run(self) -> SyncResult:
         self.begin_phase()
         try:
-            cause = self.stage() or self.verify()
+            with self.span("stage"):
+                cause = self.stage()
+            if cause is None:
+                with self.span("verify"):
+                    cause = self.verify()
         except SourceLost:
             self.discard(self.targets)
             raise
@@ -167,11 +174,15 @@ class _Attempt:
         self.fence_failed()
         for kind in ("prefill", "decode"):
             self.begin_phase()
-            self.commit(kind)
+            with self.span("commit", servers=kind):
+                self.commit(kind)
             self.fence_failed()
         if not any(self.targets[a.server].kind == "decode" for a in self.acks):
             return self.result("FAILED", "no decode server acknowledged")
         return self.result("PARTIAL" if self.sync.fenced else "PUBLISHED", "")
+
+    def span(self, kind: str, **more: str) -> AbstractContextManager[None]:
+        return self.sync.track.span(kind, version=self.version, **more)
 
     def begin_phase(self) -> None:
         self.deadline = time.monotonic() + self.sync.settings.deadline_s
