@@ -143,10 +143,17 @@ class Advice:
     last: int  # step at which it held last
     value: float  # there
     threshold: float
-    text: str  # the whole line
+    what: str  # the figure against its threshold, and when
+    meaning: str
+    remedy: str
+
+    @property
+    def text(self) -> str:
+        """The whole line."""
+        return f"{self.kind}: {self.what}: {self.meaning}; {self.remedy}"
 
     def record(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return {**vars(self), "text": self.text}
 
 
 @dataclass(frozen=True)
@@ -217,7 +224,7 @@ def _now(rule: Rule, steps: Sequence[Row], metric: str, config: Mapping) -> Advi
         return None
     return Advice(
         rule.name, rule.kind, metric, first, last, value, rule.threshold,
-        _text(rule, metric, value, first, last),
+        _what(rule, metric, value, first, last), rule.meaning, rule.remedy,
     )  # fmt: skip
 
 
@@ -229,16 +236,17 @@ def _open(rule: Rule, steps: Sequence[Row], now_s: float | None) -> Advice | Non
     if open_s <= max(rule.seconds, rule.threshold * usual):
         return None
     step = steps[-1]["step"]
-    text = (
-        f"{rule.kind}: step {step + 1} has been open for {open_s:.0f} s, {open_s / usual:.0f} times the median of"
-        f" {rule.metric} (limit {rule.threshold:g} times and {rule.seconds:g} s): {rule.meaning}; {rule.remedy}"
+    what = (
+        f"step {step + 1} has been open for {open_s:.0f} s, {open_s / usual:.0f} times the median of"
+        f" {rule.metric} (limit {rule.threshold:g} times and {rule.seconds:g} s)"
     )
     return Advice(
-        rule.name, rule.kind, rule.metric, step, step, open_s / usual, rule.threshold, text
-    )
+        rule.name, rule.kind, rule.metric, step, step, open_s / usual, rule.threshold,
+        what, rule.meaning, rule.remedy,
+    )  # fmt: skip
 
 
-def _text(rule: Rule, metric: str, value: float, first: int, last: int) -> str:
+def _what(rule: Rule, metric: str, value: float, first: int, last: int) -> str:
     what = {
         "above": f"{metric}={value:.3g} is above {rule.threshold:g}",
         "below": f"{metric}={value:.3g} is below {rule.threshold:g}",
@@ -247,7 +255,7 @@ def _text(rule: Rule, metric: str, value: float, first: int, last: int) -> str:
         "share": f"{metric} is {value:.1%} of {rule.per} (limit {rule.threshold:.0%})",
     }[rule.test]
     when = f"at step {last}" if first == last else f"in steps {first} to {last}"
-    return f"{rule.kind}: {what} {when}: {rule.meaning}; {rule.remedy}"
+    return f"{what} {when}"
 
 
 Judged = tuple[int, float, bool, float]  # step, time, whether it holds, the tested value

@@ -30,6 +30,7 @@ ROWS = {
     "testing": 5,
     "weights": 4,
     "http": 4,
+    "viewer": 4,
     "remote": 4,
     "checkpoint": 4,
     "simulate": 4,
@@ -146,7 +147,7 @@ NO_JAX = (
     "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",
     "rl_jax/models/hf_config.py", "rl_jax/models/hf_keys.py", "rl_jax/tools/convert.py",
     "rl_jax/tools/fetch_smollm2.py", "rl_jax/tools/check_env.py", "rl_jax/tools/env_checks.py",
-    "rl_jax/tools/reward_server.py", "rl_jax/tools/serve.py", "rl_jax/http",
+    "rl_jax/tools/reward_server.py", "rl_jax/tools/serve.py", "rl_jax/http", "rl_jax/viewer", "rl_jax/tools/view.py",
     "envs", "mesh_configs",
 )  # fmt: skip
 
@@ -465,7 +466,13 @@ def test_no_file_holds(what):
 
 def test_wall_clock_is_for_people_only():
     """Deadlines and durations use the monotonic clock; these write a time for a person to read."""
-    allowed = {"rl_jax/metrics.py", "rl_jax/run_dir.py", "rl_jax/http/api.py"}
+    allowed = {
+        "rl_jax/metrics.py",
+        "rl_jax/run_dir.py",
+        "rl_jax/http/api.py",
+        "rl_jax/viewer/run.py",
+    }
+    allowed |= {"rl_jax/testing/generated_run.py"}  # it makes such times
     bad = {
         name_of(p)
         for p in sources()
@@ -560,7 +567,6 @@ def test_metric_names_in_the_source_are_in_the_table():
 
 
 def test_metric_table_has_no_name_that_nobody_writes():
-    # Advice reads figures: what it names is not written by that.
     written = {text for where, text in metric_strings() if where != "rl_jax/advice.py"}
     named = {text.split(".")[0] for text in written if "{}" not in text.split(".")[0]}
     meant = {name for text in written if "{}" in text for name in names_meant(text)}
