@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from rl_jax.algorithms.contract import check_select, check_state
 from rl_jax.data.corpus import Rows, batches
 from rl_jax.guards import Guards, GuardTripped, alarm_metrics
-from rl_jax.learner.batch import Batch, pack, with_advantages
+from rl_jax.learner.batch import Batch, pack, token_advantages, with_advantages
 from rl_jax.metrics import Metric, merge_rows
 from rl_jax.rollout.bound import ADAPTIVE, Bound, Limits, Seen
 from rl_jax.rollout.buffer import Interrupted, TakeTimeout
@@ -189,7 +189,7 @@ class Driver:
         metrics["staleness/bound"] = Metric(self._adapt(step, metrics, counts), 1)
         with self._guarded(step, groups, batch, metrics) as metrics:
             with p.recorder.doing(f"the figures and traces of step {step}"):
-                p.recorder.step(step, groups, metrics, counts)
+                p.recorder.step(step, groups, metrics, counts, token_advantages(batch, groups))
 
     def make_batch(self, groups: Sequence[Group]) -> Batch:
         """Groups -> Batch with advantages and loss weights."""
@@ -367,7 +367,7 @@ class Driver:
         clock.lap("time/train_s")
         self.state.version = step
         with self._guarded(step, groups, batch, {**learned, **clock.metrics()}) as metrics:
-            p.recorder.step(step, groups, metrics, {})
+            p.recorder.step(step, groups, metrics, {}, token_advantages(batch, groups))
 
     @contextmanager
     def _guarded(self, step: int, groups: Sequence[Group], batch: Batch, metrics: Mapping):

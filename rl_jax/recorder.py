@@ -120,9 +120,15 @@ class Recorder:
         return self.progress.doing(name)
 
     def step(
-        self, step: int, groups: Sequence[Group], metrics: Mapping[str, Metric], counts
+        self,
+        step: int,
+        groups: Sequence[Group],
+        metrics: Mapping[str, Metric],
+        counts,
+        advantages: Sequence[np.ndarray] | None = None,
     ) -> None:
-        """Write the row and the line of one step, and begin with its traces. Raises as flush(), of the step before."""
+        """Write the row and the line of one step, and begin with its traces. advantages: as write_traces takes them.
+        Raises as flush(), of the step before."""
         row = {**metrics, **group_metrics(groups), **self._serve_metrics(metrics)}
         row.update(_count_metrics(counts))
         row.update(self._idle(counts))
@@ -141,7 +147,9 @@ class Recorder:
             self._traces = Wait(
                 f"the traces of step {step} for {directory}", time.monotonic(), limit
             )
-            self._tracing = self._tracer.submit(write_traces, directory, trajectories, self._render)
+            self._tracing = self._tracer.submit(
+                write_traces, directory, trajectories, self._render, advantages=advantages
+            )
         self._tell(step, row)
 
     def flush(self) -> None:

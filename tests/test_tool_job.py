@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from rl_jax import launch
+from rl_jax.names import resolve
+from rl_jax.viewer.api import Api
 from tests.tokens.families import write
 
 CONFIG = f"--config={Path(__file__).parent / 'tool_job_config.py'}"
@@ -35,6 +37,28 @@ def test_policys_own_words_are_parsed_answered_and_trained(tmp_path):
         episodes
     )
     assert len(json.loads((tmp_path / "r" / "plan.json").read_text())["template_sha256"]) == 64
+    _seen_in_the_viewer(Api(tmp_path / "r", resolve), answered)
+
+
+def _seen_in_the_viewer(api, answered):
+    """Tool calls, and the advantage of each trained token, of a run that really trained."""
+    steps = api.samples.steps()
+    num_calls = trained = 0
+    for step in steps:
+        if (index := api.samples.index(step, "train")) is None:
+            continue
+        found = api.answer("tools", {"step": str(step)})
+        assert found["fault"] == "" and found["unreadable"] == 0
+        num_calls += sum(kind["num"] for kind in found["kinds"])
+        for i in range(index.num):
+            shown = api.answer("episode", {"step": str(step), "i": str(i)})
+            assert shown["has_advantages"]
+            for turn in shown["turns"]:
+                tokens = turn["tokens"]
+                assert "".join(tokens["pieces"]) == turn["said"]["text"]
+                assert [a is not None for a in tokens["advantages"]] == tokens["mask"]
+                trained += sum(tokens["mask"])
+    assert num_calls >= len(answered) and trained > 0
 
 
 def dry(directory, tmp_path, capsys, *words):

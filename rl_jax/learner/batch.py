@@ -149,6 +149,13 @@ def pack(
     )
 
 
+def token_advantages(batch: Batch, groups: Sequence[Group]) -> list[np.ndarray]:
+    """f32[T] a member of the groups, NaN where a token was not trained; empty for those that took no row."""
+    num_members = sum(len(group.trajectories) for group in groups)
+    shown = np.where(batch.targets_mask, batch.advantages, np.float32(np.nan))
+    return batch.gather(shown, num_members)
+
+
 def empty_batch(settings: LearnerSettings, needs: Iterable[str], support: int = 0) -> Batch:
     """A batch without a row that has the extras which with_advantages leaves under these needs (names of token_inputs
     among them), and the support of `support` ids a token: from it programs are lowered."""

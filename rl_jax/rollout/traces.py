@@ -9,10 +9,13 @@ A line holds the fields of Trajectory, arrays as lists, versions as [[start, end
 arrays, and its text.
 index.npz: offset i64 (byte of the line), reward f32 (NaN = unscored), length i32, tag i16 (index into `tags`), outcome
 i8 (index into `outcomes`), group i32 (index of the group in order of first appearance).
+advantages.npy, where the step was trained: f32[sum of lengths], the trajectories' tokens one after the other, NaN where
+a token was not trained. Whoever reads trajectories does without it; it is there before the index.
 Must not: import jax, or use pickle.
 """
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -35,7 +38,7 @@ from rl_jax.types import (
     VersionSpan,
 )
 
-TRACES, INDEX = "traces.jsonl", "index.npz"
+TRACES, INDEX, ADVANTAGES = "traces.jsonl", "index.npz", "advantages.npy"
 OUTCOMES = tuple(Outcome)
 _ARRAYS = {  # versions and turn_rewards have a form of their own
     "tokens": np.int32,
@@ -96,8 +99,12 @@ def write_traces(
     trajectories: Sequence[Trajectory],
     render: Callable[[np.ndarray], str],
     append: bool = False,
+    advantages: Sequence[np.ndarray] | None = None,
 ) -> None:
-    """Write both files. render: tokens i32[n] -> text.  append: after what the directory holds already."""
+    """Write the files. render: tokens i32[n] -> text.  append: after what the directory holds already.
+
+    advantages: f32[T] a trajectory, NaN where a token was not trained; empty for one that was not in the batch.
+    """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     old = (directory / TRACES).read_bytes() if append and (directory / INDEX).exists() else b""
@@ -107,6 +114,9 @@ def write_traces(
     sizes = [len(line) + 1 for line in old.splitlines()] + [len(line) for line in lines]
     tags = sorted({t.tag for t in everything})
     groups = list(dict.fromkeys(t.group for t in everything))
+    (directory / ADVANTAGES).unlink(missing_ok=True)  # of what this replaces
+    if advantages is not None:
+        _write_advantages(directory / ADVANTAGES, trajectories, advantages)
     temporary = directory / f"{INDEX}.tmp.npz"
     with naming(directory / INDEX):
         np.savez(
@@ -286,6 +296,18 @@ def _runs(versions: np.ndarray) -> list[tuple[int, int, int]]:
     ends = [*cuts.tolist(), len(versions)]
     runs = [(start, end, int(versions[start])) for start, end in zip(starts, ends)]
     return [run for run in runs if run[2] >= 0]
+
+
+def _write_advantages(
+    path: Path, trajectories: Sequence[Trajectory], advantages: Sequence[np.ndarray]
+) -> None:
+    flat = [
+        array if len(array) else np.full(len(t.tokens), np.nan, np.float32)
+        for t, array in zip(trajectories, advantages, strict=True)
+    ]
+    out = io.BytesIO()
+    np.save(out, np.concatenate([np.zeros(0, np.float32), *flat]).astype(np.float32))
+    _replace(path, out.getvalue())
 
 
 def _replace(path: Path, data: bytes) -> None:

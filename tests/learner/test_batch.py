@@ -7,7 +7,7 @@ import pytest
 
 from rl_jax.algorithms.grpo import Grpo
 from rl_jax.algorithms.sft import Sft
-from rl_jax.learner.batch import pack, with_advantages
+from rl_jax.learner.batch import pack, token_advantages, with_advantages
 from rl_jax.learner.microbatches import microbatches, to_rows
 from rl_jax.settings import AlgorithmSettings, LearnerSettings
 from rl_jax.testing.trajectories import PROMPT, fake_group
@@ -85,6 +85,19 @@ def test_rows_are_filled_longest_first():
         sorted(batch.seq_len[batch.rows == row].tolist()) for row in range(batch.num_rows)
     )
     assert fills == [[5, 11], [7, 9], [8], [16]]
+
+
+def test_advantages_return_to_their_tokens_and_are_nan_where_nothing_trains():
+    groups = some_groups()
+    batch, members = batch_of(groups), members_of(groups)
+    found = token_advantages(batch, groups)
+    assert [len(a) for a in found] == [8, 16, 5, 11, 0, 7, 9, 9]  # the fifth took no row
+    trained = [a for i, a in enumerate(found) if i not in (4, 7)]  # the last has no reward
+    masks = [m.loss_mask for i, m in enumerate(members) if i not in (4, 7)]
+    for own, mask in zip(trained, masks):
+        np.testing.assert_array_equal(np.isfinite(own), mask)
+        assert len(set(own[mask].tolist())) == 1
+    assert trained[0][masks[0]][0] < 0 < trained[1][masks[1]][0] and np.isnan(found[7]).all()
 
 
 def test_packing_is_deterministic():

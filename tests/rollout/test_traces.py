@@ -163,3 +163,22 @@ def test_incomplete_directory_is_named(tmp_path):
     (tmp_path / "traces.jsonl").write_text("")
     with pytest.raises(FileNotFoundError, match="index.npz is missing"):
         read_traces(tmp_path)
+
+
+def test_advantages_lie_beside_the_traces_token_by_token(groups, tmp_path):
+    own = [t for g in groups for t in g.trajectories]
+    given = [np.where(t.loss_mask, i + 0.5, np.nan).astype(np.float32) for i, t in enumerate(own)]
+    given[1] = np.zeros(0, np.float32)  # it took no row
+    write_traces(tmp_path, own, TOKENIZER.decode, advantages=given)
+    flat = np.load(tmp_path / "advantages.npy")
+    lengths = np.load(tmp_path / "index.npz")["length"]
+    assert flat.dtype == np.float32 and len(flat) == lengths.sum()
+    parts = np.split(flat, np.cumsum(lengths)[:-1])
+    np.testing.assert_array_equal(parts[0], given[0])
+    assert np.isnan(parts[1]).all()
+    np.testing.assert_array_equal(parts[-1], given[-1])
+    assert len(read_traces(tmp_path)) == len(own)  # who reads trajectories does without them
+    write_traces(
+        tmp_path, own[:1], TOKENIZER.decode
+    )  # replaced by what has none: they would be of others
+    assert not (tmp_path / "advantages.npy").exists()
