@@ -29,6 +29,7 @@ from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.cluster import Cluster, learner_specs, make_cluster, make_starter, open_starter
 from rl_jax.config import ConfigError, Parsed, resolved_python
+from rl_jax.control import Reader
 from rl_jax.data.corpus import Corpus
 from rl_jax.data.stream import ExampleStream
 from rl_jax.disk import disk_full
@@ -86,6 +87,7 @@ from rl_jax.start import (
     saved_steps,
     starting_point,
 )
+from rl_jax.steering import Steering
 from rl_jax.supervised import (
     make_trained,
     play_rows,
@@ -95,6 +97,7 @@ from rl_jax.supervised import (
 )
 from rl_jax.tokens import Renderer
 from rl_jax.types import Group, Task
+from rl_jax.validate import check
 from rl_jax.warm_start import warm_start
 from rl_jax.weights.plan import SyncPlan
 from rl_jax.weights.sync import WeightSync
@@ -290,7 +293,7 @@ def _run_mode(job: Job) -> None:
         parts = Parts(
             learning.roles, None, None, None, None, algorithm, learning.checkpointer, recorder, {}
         )
-        driver = Driver(parts, settings, state)
+        driver = Driver(parts, settings, state, _steering(job, recorder))
         driver.replay(saved_batches(settings, after=state.version))
     else:
         cluster = make_cluster(
@@ -308,7 +311,7 @@ def _run_mode(job: Job) -> None:
         _move_workers(job, cluster)
         state, extra = begun or learning.begin()
         parts = _live_parts(job, cluster, learning, algorithm, recorder, extra)
-        driver = Driver(parts, settings, state)
+        driver = Driver(parts, settings, state, _steering(job, recorder))
         if mode == "train" and 0 < settings.steps <= state.version:
             job.progress.note(
                 f"version {state.version} is past steps={settings.steps}: nothing is trained; raise --config.steps"
@@ -398,7 +401,7 @@ def _fit(job: Job, algorithm: Any, checkpointer: Checkpointer, recorder: Recorde
         roles, None, None, None, None, algorithm, checkpointer, recorder, {}, stream,
         corpus.held_out,
     )  # fmt: skip
-    driver = Driver(parts, settings, state)
+    driver = Driver(parts, settings, state, _steering(job, recorder))
     driver.fit()
     held_out = driver.state.evaluations
     recorder.summary({}, {}, held_out=held_out, data=dict(corpus.counts))
@@ -511,6 +514,16 @@ def _recorder(job: Job) -> Recorder:
     )  # fmt: skip
     job.stack.callback(recorder.close)
     return recorder
+
+
+def _steering(job: Job, recorder: Recorder) -> Steering:
+    settings, run, mode = job.settings, job.run_dir, job.setting.mode
+    steering = Steering(
+        Reader(run.path, run.attempt), recorder, lambda s: check(s, mode), mode,
+        settings.rollout.max_staleness,
+    )  # fmt: skip
+    job.stack.callback(steering.refuse_rest, "the run has ended")
+    return steering
 
 
 def _warm_start(job: Job, cluster: Cluster, learning: Learning, parts: Parts) -> None:

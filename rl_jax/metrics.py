@@ -133,6 +133,7 @@ METRICS = {
     "time/wait_for_policy_s": "seconds rollout could start nothing because of the staleness bound",
     "time/slots_idle_s": "seconds of the step times the share of episodes' slots that the staleness bound left free",
     "time/wait_for_max_live_s": "seconds in which a task source was at its max_live while slots were free",
+    "time/paused_s": "seconds of pauses that steering asked for, between the step before and this one",
     "time/batch_s": "seconds of packing, scoring and advantages",
     "time/train_s": "seconds of the learner's step",
     "time/sync_s": "seconds of the weight sync, all phases",

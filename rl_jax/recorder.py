@@ -25,7 +25,7 @@ from rl_jax.metrics import Metric, MetricsWriter, Row, pass_rates
 from rl_jax.progress import Progress
 from rl_jax.resume import SUMMARY
 from rl_jax.rollout.traces import write_traces
-from rl_jax.settings import MetricsSettings
+from rl_jax.settings import MetricsSettings, Settings
 from rl_jax.types import FinishReason, Group, Outcome, Trajectory
 from rl_jax.waits import Wait
 
@@ -93,9 +93,11 @@ class Recorder:
         tracing, wait = self._tracing, self._traces
         return [wait] if tracing is not None and wait is not None and not tracing.done() else []
 
-    def doing(self, name: str) -> AbstractContextManager[None]:
-        """What the loop does now, for the heartbeat; outside of it the loop waits."""
-        return self.progress.doing(name)
+    def doing(
+        self, name: str, status: Callable[[], str] | None = None
+    ) -> AbstractContextManager[None]:
+        """What the loop does now, for the heartbeat; outside of it the loop waits. status: as of Progress.doing."""
+        return self.progress.doing(name, status)
 
     def step(
         self, step: int, groups: Sequence[Group], metrics: Mapping[str, Metric], counts
@@ -198,6 +200,14 @@ class Recorder:
 
     def event(self, kind: str, **fields: Any) -> None:
         self._run_dir.event(kind, **fields)
+
+    def status(self, state: str, **fields: Any) -> None:
+        """What STATUS.json says."""
+        self._run_dir.status(state, **fields)
+
+    def change(self, settings: Settings) -> None:
+        """The run was steered: what it reads of its settings from the next step on."""
+        self._settings, self.progress.total_steps = settings.metrics, settings.steps
 
     def summary(
         self,
