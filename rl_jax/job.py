@@ -99,6 +99,7 @@ from rl_jax.tokens import Renderer
 from rl_jax.types import Group, Task
 from rl_jax.validate import check
 from rl_jax.warm_start import warm_start
+from rl_jax.watching import Watch, check_watch
 from rl_jax.weights.plan import SyncPlan
 from rl_jax.weights.sync import WeightSync
 
@@ -121,6 +122,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         if pool is not None:
             stack.callback(lambda: run_blocking(pool.close()))
         check_backend(settings.cluster.backend)
+        check_watch(settings.metrics)
         if not options.dry_run:
             check_addresses(settings.cluster)
             check_gpus(plan, settings)
@@ -265,6 +267,7 @@ class Job:
     stack: contextlib.ExitStack  # closes what was opened, in reverse
     check_stop: Callable[[], None]  # raises Preempted if SIGTERM came and its exception was lost
     corpus: Corpus | None = None  # of data.path, where the run is supervised
+    watch: Watch = None  # type: ignore[assignment]  # by _recorder
 
     @property
     def settings(self) -> Settings:
@@ -289,6 +292,7 @@ def _run_mode(job: Job) -> None:
             state, _ = learning.begin()
         waits = (learning.waits, recorder.waits)
         job.progress.start_heartbeat(lambda: "saved episodes", waits)
+        job.watch.name_endpoints(others)
         learning.open()
         parts = Parts(
             learning.roles, None, None, None, None, algorithm, learning.checkpointer, recorder, {}
@@ -462,6 +466,8 @@ def _live_parts(
         rollout.issue_again([stream.task(epoch, index) for epoch, index in extra["pending"]])
     waits = (rollout.waits, cluster.waits, learning.waits, ledger.waits)
     recorder.watch(cluster.counters, rollout.status, waits)
+    specs = cluster.specs or learner_specs(job.setting.plan, settings)
+    job.watch.attach(cluster, rollout, specs)
     cluster.router.tell = recorder.event
     evaluations = evaluation_tasks(settings, pool)
     return Parts(
@@ -506,13 +512,17 @@ def _recorder(job: Job) -> Recorder:
         file = job.run_dir.path / METRICS
         if not file.exists() or not file.stat().st_size:
             LOG.warning("%s is gone: the rows of the steps before are lost; the run goes on", file)
-    writer = MetricsWriter(job.run_dir.path, job.run_dir.attempt)
+    decode = job.renderer.tokenizer.decode
+    watch = Watch.open(job.settings, job.run_dir, job.progress, decode, job.setting.resolve)
+    job.stack.callback(watch.close)
+    writer = MetricsWriter(job.run_dir.path, job.run_dir.attempt, on_row=watch.on_row)
     job.stack.callback(writer.close)
     recorder = Recorder(
-        job.run_dir, writer, job.progress, job.settings.metrics, job.renderer.tokenizer.decode,
-        peak_flops(job.setting.meshes.train),
+        job.run_dir, writer, job.progress, job.settings.metrics, decode,
+        peak_flops(job.setting.meshes.train), feeds=watch.feeds,
     )  # fmt: skip
     job.stack.callback(recorder.close)
+    job.watch = watch
     return recorder
 
 
@@ -523,6 +533,7 @@ def _steering(job: Job, recorder: Recorder) -> Steering:
         settings.rollout.max_staleness,
     )  # fmt: skip
     job.stack.callback(steering.refuse_rest, "the run has ended")
+    job.watch.is_paused = lambda: steering.is_paused
     return steering
 
 

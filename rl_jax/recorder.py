@@ -26,6 +26,7 @@ from rl_jax.progress import Progress
 from rl_jax.resume import SUMMARY
 from rl_jax.rollout.traces import write_traces
 from rl_jax.settings import MetricsSettings, Settings
+from rl_jax.trackers.feed import Feeds
 from rl_jax.types import FinishReason, Group, Outcome, Trajectory
 from rl_jax.waits import Wait
 
@@ -60,7 +61,10 @@ class Recorder:
         render: Callable[[np.ndarray], str],  # tokens i32[n] -> text, for the traces
         peak_flops: float
         | None = None,  # of the train mesh a second; None: not known, no utilisation
+        *,
+        feeds: Feeds | None = None,  # of the trackers; rows reach them by the writer
     ):
+        self._feeds = feeds if feeds is not None else Feeds({}, lambda text: None, render, 0, 0)
         self._run_dir, self._writer, self.progress = run_dir, writer, progress
         self._settings, self._render, self._peak_flops = settings, render, peak_flops
         self._serving: Callable[[], Mapping[str, float]] = dict
@@ -111,6 +115,9 @@ class Recorder:
         if lag0 is not None:
             self._lag0 = self._lag0.merge(lag0)
         row.update(self._goodput(row, counts.get("open_tokens", 0)))
+        row.update(
+            {f"trackers/lost.{name}": num for name, num in self._feeds.lost().items() if num}
+        )
         self._writer.write(step, row)
         every = self._settings.rollouts_every
         if every and step % every == 0:
@@ -122,6 +129,7 @@ class Recorder:
                 f"the traces of step {step} for {directory}", time.monotonic(), limit
             )
             self._tracing = self._tracer.submit(write_traces, directory, trajectories, self._render)
+            self._feeds.rollouts(step, trajectories)
         self._tell(step, row)
 
     def flush(self) -> None:

@@ -4,7 +4,9 @@ A field's comment gives its unit and range, as in settings.py, which imports the
 there.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,19 @@ class MetricsSettings:
     progress: str = "auto"
     heartbeat_s: float = 30.0
     rollouts_every: int = 1  # steps between saved traces; 0 = never
+    # Names of TRACKERS, or "package.module:attribute": where else the rows of metrics.jsonl go. tensorboard | wandb |
+    # mlflow. None of them can stop or slow the run
+    trackers: tuple[str, ...] = ()
+    # keyword arguments of a tracker's constructor, by its name
+    tracker_options: Mapping[str, Any] = field(default_factory=dict)
+    # episodes that trackers get of each step whose traces are saved, and bytes of each one's text
+    tracker_samples: int = 4
+    tracker_sample_bytes: int = 16_384
+    # Prometheus text of every process of the run at http://HOST:PORT/metrics. 0 = none; else the driver's port, and
+    # each other process has the next one (endpoints.json in the run directory)
+    port: int = 0
+    host: str = "127.0.0.1"  # beyond loopback it needs token_file
+    token_file: str = ""  # a file whose one line scrapers must send; "" = none
 
 
 @dataclass(frozen=True)

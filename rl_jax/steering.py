@@ -110,6 +110,11 @@ class Steering:
                 return True
             self._pause(driver, step)
 
+    @property
+    def is_paused(self) -> bool:
+        """Any thread."""
+        return self._paused_by is not None
+
     def refuse_rest(self, why: str) -> None:
         """The run ends: what came too late is told so."""
         self._looked_s = -LOOK_S
