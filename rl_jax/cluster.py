@@ -25,7 +25,7 @@ from rl_jax.models import MODELS
 from rl_jax.models.decoder import Model
 from rl_jax.remote.carriers import Carriers
 from rl_jax.remote.server import RemoteDecodeServer, RemotePrefillServer
-from rl_jax.remote.spec import FACTORY, LEARNER_PROGRAM, ServerSpec, Spec, StoreSpec
+from rl_jax.remote.spec import FACTORY, LEARNER_PROGRAM, ServerSpec, Spec, StoreSpec, scraped
 from rl_jax.remote.starter import ExternalStarter, LocalStarter, Starter
 from rl_jax.remote.store import Store
 from rl_jax.remote.worker_place import ClusterPlace, worker_specs
@@ -83,6 +83,7 @@ class Cluster:
         str
     ] = ()  # for a person to run, one a process, where nobody else starts them
     starter: Starter | None = None  # of processes
+    specs: Sequence[Spec] = ()  # of processes
     # Where environments' and scorers' workers run once servers are started, if not as children of this process.
     worker_place: ClusterPlace | None = None
 
@@ -249,14 +250,18 @@ class ProcessCluster(Cluster):
         """
         cluster, deadline_s = settings.cluster, settings.weights.deadline_s
         specs = [_spec(server, model, settings, template_sha256) for server in plan.servers]
+        specs = scraped(specs, settings.metrics, 0)
+        learners = learner_specs(plan, settings)
         hosts = sorted({spec.hardware for spec in specs if spec.kind == "decode"})
         stores = [
             StoreSpec(name=f"store.{i}", hardware=hosts[i % len(hosts)])
             for i in range(cluster.stores)
         ]
+        stores = scraped(stores, settings.metrics, len(specs) + len(learners))
         workers = worker_specs(settings) if cluster.moves_workers else ()
-        self._specs: Sequence[Spec] = (*specs, *learner_specs(plan, settings), *stores, *workers)
-        self.starter = starter = make_starter(settings.cluster, log_dir, self._specs)
+        workers = scraped(workers, settings.metrics, len(specs) + len(learners) + len(stores))
+        self.specs = (*specs, *learners, *stores, *workers)
+        self.starter = starter = make_starter(settings.cluster, log_dir, self.specs)
         if workers:
             self.worker_place = ClusterPlace(workers, cluster, starter)
         self.commands = starter.commands
@@ -272,7 +277,7 @@ class ProcessCluster(Cluster):
     def start(self) -> None:
         """Raises: ServersNotReady where it is known that they can never all live."""
         assert self.starter is not None, "the constructor made it"
-        open_starter(self.starter, self._specs)
+        open_starter(self.starter, self.specs)
         for store in self.stores:
             store.start()
         super().start()
@@ -365,7 +370,7 @@ def learner_specs(plan: MeshPlan, settings: Settings) -> Sequence[Spec]:
     if not num or train is None:
         return ()
     each = len(train.devices) // num
-    return tuple(
+    specs = tuple(
         Spec(
             name=f"learner.{rank}",
             num_devices=each,
@@ -376,6 +381,8 @@ def learner_specs(plan: MeshPlan, settings: Settings) -> Sequence[Spec]:
         )
         for rank in range(num)
     )
+    is_inproc = settings.cluster.backend == "inproc"
+    return scraped(specs, settings.metrics, 0 if is_inproc else len(plan.servers))
 
 
 def _spec(server: ServerPlan, model: Model, settings: Settings, template_sha256: str) -> ServerSpec:

@@ -87,13 +87,17 @@ class DriverState:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluated: int = -1  # the version that was evaluated last, all of it
     bound: Bound | None = None  # None: rollout.staleness_policy=fixed, or nothing was seen yet
+    # what steering changed: key -> [the config's value, the one in its place]
+    steered: dict[str, Any] = field(default_factory=dict)
 
 
 class Driver:
     """Sole writer of the version; `run` returns the state the loop ended in."""
 
-    def __init__(self, parts: Parts, settings: Settings, state: DriverState):
+    def __init__(self, parts: Parts, settings: Settings, state: DriverState, steering: Any = None):
+        """steering: rl_jax.steering.Steering; None: nobody steers."""
         self.parts, self.settings, self.state = parts, settings, state
+        self._steering = steering
         self.guards = Guards(settings.guards, settings.model.dtype)
         self._limits, self._slots_idle_s = Limits(settings.rollout.max_staleness), 0.0
         self._stop: int | None = (
@@ -102,6 +106,8 @@ class Driver:
         self._interrupt: on_signal | None = None
         self._saved = state.version  # the version saved last, or that of the start
         self._is_between = True  # two steps: learner, version and ledger are of one step
+        if steering is not None:
+            steering.begin(self)
 
     def run(self) -> DriverState:
         """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
@@ -125,14 +131,14 @@ class Driver:
         is saved names the version whose weights sampled it, the start's, so that a replay reads true ages. Raises as
         run().
         """
-        p, cfg = self.parts, self.settings
+        p = self.parts
         if self.state.weights_version is None:
             self.state.weights_version = self.state.version
         with self._signals():
             self.publish(self.state.version)
             self.save()  # what train_only starts from
-            for step in range(self.state.version + 1, cfg.steps + 1):
-                self._or_stop(step, self._collect_step)
+            while self._goes_on(self._collect_step):
+                pass
             self.save()  # where a resume with more steps goes on
             p.rollout.drain()
             p.ledger.check(in_flight=0)
@@ -146,7 +152,8 @@ class Driver:
         with self._signals():
             self._keep_safe()
             for step, groups in batches:
-                self._or_stop(step, partial(self._replay_step, groups))
+                if not self._or_stop(step, partial(self._replay_step, groups)):
+                    break
                 self._keep_safe()
             self.save()
         return self.state
@@ -165,7 +172,7 @@ class Driver:
         p, cfg = self.parts, self.settings
         clock = Stopwatch(p.recorder.track, step)
         p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
-        groups = p.buffer.take(step, should_stop=self._is_stopping)
+        groups = p.buffer.take(step, should_stop=self._is_called)
         self._is_between = False
         selected = {**p.buffer.selection_metrics(), **p.rollout.redundancy_metrics()}
         clock.lap("time/wait_for_batch_s")
@@ -184,7 +191,13 @@ class Driver:
             raise
         clock.lap("time/sync_s")
         p.rollout.check()
-        metrics = {**learned, **selected, **clock.metrics(), **_sync_metrics(synced)}
+        metrics = {
+            **learned,
+            **selected,
+            **clock.metrics(),
+            **_sync_metrics(synced),
+            **self._paused(),
+        }
         counts = p.rollout.counts()
         metrics["staleness/bound"] = Metric(self._adapt(step, metrics, counts), 1)
         with self._guarded(step, groups, batch, metrics) as metrics:
@@ -238,7 +251,7 @@ class Driver:
         found: dict[str, float] = {}
         for name, tasks in p.evaluations.items():
             try:
-                result = p.rollout.evaluate(name, tasks, cfg.eval, self._is_stopping)
+                result = p.rollout.evaluate(name, tasks, cfg.eval, self.is_stopping)
             except Interrupted:
                 self._save_and_stop(f"in the evaluation of version {state.version}")
             found[name] = result.success
@@ -253,7 +266,7 @@ class Driver:
         p, state = self.parts, self.state
         clock, found, figures = Stopwatch(), [], {}
         for groups in batches(p.held_out, self.settings.data.batch_rows):
-            if self._is_stopping():
+            if self.is_stopping():
                 self._save_and_stop(f"in the evaluation of version {state.version}")
             batch = pack(groups, self.settings.learner, p.learner.balance)
             extras = p.learner.score(batch, p.algorithm.measured)
@@ -273,6 +286,7 @@ class Driver:
             "evaluations": self.state.evaluations,
             "evaluated": self.state.evaluated,
             "bound": None if self.state.bound is None else self.state.bound.to_tree(),
+            "steered": self.state.steered,
         }
         if p.rollout is not None:
             extra.update(p.rollout.position(), ledger_seq=p.ledger.seq)
@@ -287,17 +301,17 @@ class Driver:
 
     def _train(self, act: Callable[[int], None], evaluate: Callable[[str], None]) -> None:
         """Every step up to the last, with the evaluations and the saves that are due between them and at the end."""
-        cfg, state = self.settings, self.state
+        state = self.state
         self._keep_safe()
         if not state.evaluations:
             evaluate("first")
         elif self._is_evaluation_due() and state.evaluated < state.version:
             evaluate("last")  # a stop cut it short
-        for step in range(state.version + 1, cfg.steps + 1):
-            self._or_stop(step, act)
+        while self._goes_on(act):
             if self._is_evaluation_due():
                 evaluate("last")
-            if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
+            every = self.settings.checkpoint.every
+            if every and state.version % every == 0 and state.version < self.settings.steps:
                 self.save()
             self._keep_safe()
         evaluate("last")
@@ -348,7 +362,7 @@ class Driver:
     def _collect_step(self, step: int) -> None:
         p, cfg, clock = self.parts, self.settings, Stopwatch(self.parts.recorder.track, step)
         p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
-        groups = p.buffer.take(step, should_stop=self._is_stopping)
+        groups = p.buffer.take(step, should_stop=self._is_called)
         clock.lap("time/wait_for_batch_s")
         p.buffer.discard(step, SAVED)
         self.publish(step)
@@ -379,6 +393,14 @@ class Driver:
         if fatal := [alarm.line for alarm in alarms if alarm.is_fatal]:
             raise GuardTripped(f"step {step}: {'; '.join(fatal)}")
 
+    def _paused(self) -> dict[str, Metric]:
+        """Seconds of the pauses since the step before, if there were any."""
+        steering = self._steering
+        if steering is None or not steering.paused_s:
+            return {}
+        paused_s, steering.paused_s = steering.paused_s, 0.0
+        return {"time/paused_s": Metric(paused_s, 1)}
+
     def _fit_step(self, step: int) -> None:
         p, clock = self.parts, Stopwatch(self.parts.recorder.track, step)
         with p.recorder.doing(f"the rows of step {step}"):
@@ -394,18 +416,28 @@ class Driver:
         seen = {"data/epoch": Metric(p.stream.epoch, 1)}
         p.recorder.fitted(step, {**learned, **figures, **seen, **clock.metrics()})
 
-    def _or_stop(self, step: int, act: Callable[[int], None]) -> None:
-        """SIGTERM ends a run of any mode between two steps or while it waits for a batch, after a save."""
-        try:
-            if not self._is_stopping():
-                with self.parts.recorder.profiled(step):
-                    act(step)
-                return
-        except Interrupted:
-            pass  # the step has not begun: its groups are pending and will be issued again
-        except (SelectionExhausted, GuardTripped):
-            self.save()  # no step is half done; a task that is solved may end so: what solved it is kept
-            raise
+    def _goes_on(self, act: Callable[[int], None]) -> bool:
+        """One more step, if there is one to do."""
+        step = self.state.version + 1
+        return step <= self.settings.steps and self._or_stop(step, act)
+
+    def _or_stop(self, step: int, act: Callable[[int], None]) -> bool:
+        """The step, unless steering says that the run ends now (False). SIGTERM ends a run of any mode between two
+        steps or while it waits for a batch, after a save."""
+        steering = self._steering
+        while not self.is_stopping():
+            try:
+                if steering is not None and not steering.between(self, step):
+                    return False
+                if not self.is_stopping():
+                    with self.parts.recorder.profiled(step):
+                        act(step)
+                    return True
+            except Interrupted:
+                continue  # the step has not begun: its groups are pending, and taken or issued again
+            except (SelectionExhausted, GuardTripped):
+                self.save()  # no step is half done; a task that is solved may end so: what solved it is kept
+                raise
         self._save_and_stop(f"before step {step}")
 
     @contextmanager
@@ -437,10 +469,27 @@ class Driver:
         every, version = self.settings.eval.every, self.state.version
         return bool(every) and version % every == 0 and 0 < version < self.settings.steps
 
-    def _is_stopping(self) -> bool:
+    def is_stopping(self) -> bool:
+        """Whether a signal ends the run. Raises: KeyboardInterrupt that was lost."""
         if self._interrupt is not None:
             self._interrupt.check()
         return self._stop is not None
+
+    def _is_called(self) -> bool:
+        """Whether a wait for a batch shall end: for a signal, or for what steering has to do first."""
+        steering = self._steering
+        return self.is_stopping() or (steering is not None and steering.is_called())
+
+    def change(self, settings: Settings, key: str) -> None:
+        """Steering: the settings from the next step on. key: the one in which they differ."""
+        p, self.settings = self.parts, settings
+        if key.startswith("guards."):
+            self.guards = Guards(settings.guards, settings.model.dtype)
+        elif key == "rollout.max_staleness":
+            self._limits = Limits(settings.rollout.max_staleness)
+            if p.rollout is not None:
+                p.rollout.set_bound(settings.rollout.max_staleness)
+        p.recorder.change(settings)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

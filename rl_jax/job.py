@@ -29,6 +29,7 @@ from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.cluster import Cluster, learner_specs, make_cluster, make_starter, open_starter
 from rl_jax.config import ConfigError, Parsed, resolved_python
+from rl_jax.control import Reader
 from rl_jax.data.corpus import Corpus
 from rl_jax.data.stream import ExampleStream
 from rl_jax.disk import disk_full
@@ -88,6 +89,7 @@ from rl_jax.start import (
     saved_steps,
     starting_point,
 )
+from rl_jax.steering import Steering
 from rl_jax.supervised import (
     make_trained,
     play_rows,
@@ -98,7 +100,9 @@ from rl_jax.supervised import (
 from rl_jax.timeline import Traces
 from rl_jax.tokens import Renderer
 from rl_jax.types import Group, Task
+from rl_jax.validate import check
 from rl_jax.warm_start import warm_start
+from rl_jax.watching import Watch, check_watch
 from rl_jax.weights.plan import SyncPlan
 from rl_jax.weights.sync import WeightSync
 
@@ -122,6 +126,7 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
         if pool is not None:
             stack.callback(lambda: run_blocking(pool.close()))
         check_backend(settings.cluster.backend)
+        check_watch(settings.metrics)
         if not options.dry_run:
             check_addresses(settings.cluster)
             check_gpus(plan, settings)
@@ -268,6 +273,7 @@ class Job:
     check_stop: Callable[[], None]  # raises Preempted if SIGTERM came and its exception was lost
     traces: Traces  # its timeline
     corpus: Corpus | None = None  # of data.path, where the run is supervised
+    watch: Watch = None  # type: ignore[assignment]  # by _recorder
 
     @property
     def settings(self) -> Settings:
@@ -293,11 +299,12 @@ def _run_mode(job: Job) -> None:
             state, _ = learning.begin()
         waits = (learning.waits, recorder.waits)
         job.progress.start_heartbeat(lambda: "saved episodes", waits)
+        job.watch.name_endpoints(others)
         learning.open()
         parts = Parts(
             learning.roles, None, None, None, None, algorithm, learning.checkpointer, recorder, {}
         )
-        driver = Driver(parts, settings, state)
+        driver = Driver(parts, settings, state, _steering(job, recorder))
         driver.replay(saved_batches(settings, after=state.version))
     else:
         cluster = make_cluster(
@@ -316,7 +323,7 @@ def _run_mode(job: Job) -> None:
         _move_workers(job, cluster)
         state, extra = begun or learning.begin()
         parts = _live_parts(job, cluster, learning, algorithm, recorder, extra)
-        driver = Driver(parts, settings, state)
+        driver = Driver(parts, settings, state, _steering(job, recorder))
         if mode == "train" and 0 < settings.steps <= state.version:
             job.progress.note(
                 f"version {state.version} is past steps={settings.steps}: nothing is trained; raise --config.steps"
@@ -410,7 +417,7 @@ def _fit(job: Job, algorithm: Any, checkpointer: Checkpointer, recorder: Recorde
         roles, None, None, None, None, algorithm, checkpointer, recorder, {}, stream,
         corpus.held_out,
     )  # fmt: skip
-    driver = Driver(parts, settings, state)
+    driver = Driver(parts, settings, state, _steering(job, recorder))
     driver.fit()
     held_out = driver.state.evaluations
     recorder.summary({}, {}, held_out=held_out, data=dict(corpus.counts))
@@ -475,6 +482,8 @@ def _live_parts(
     job.traces.track("run/facts").mark("ledger", seq=ledger.seq)
     waits = (rollout.waits, cluster.waits, learning.waits, ledger.waits)
     recorder.watch(cluster.counters, rollout.status, waits)
+    specs = cluster.specs or learner_specs(job.setting.plan, settings)
+    job.watch.attach(cluster, rollout, specs)
     cluster.router.tell = recorder.event
     evaluations = evaluation_tasks(settings, pool)
     return Parts(
@@ -539,14 +548,29 @@ def _recorder(job: Job) -> Recorder:
         file = job.run_dir.path / METRICS
         if not file.exists() or not file.stat().st_size:
             LOG.warning("%s is gone: the rows of the steps before are lost; the run goes on", file)
-    writer = MetricsWriter(job.run_dir.path, job.run_dir.attempt)
+    decode = job.renderer.tokenizer.decode
+    watch = Watch.open(job.settings, job.run_dir, job.progress, decode, job.setting.resolve)
+    job.stack.callback(watch.close)
+    writer = MetricsWriter(job.run_dir.path, job.run_dir.attempt, on_row=watch.on_row)
     job.stack.callback(writer.close)
     recorder = Recorder(
-        job.run_dir, writer, job.progress, job.settings.metrics, job.renderer.tokenizer.decode,
-        peak_flops(job.setting.meshes.train),
+        job.run_dir, writer, job.progress, job.settings.metrics, decode,
+        peak_flops(job.setting.meshes.train), feeds=watch.feeds,
     )  # fmt: skip
     job.stack.callback(recorder.close)
+    job.watch = watch
     return recorder
+
+
+def _steering(job: Job, recorder: Recorder) -> Steering:
+    settings, run, mode = job.settings, job.run_dir, job.setting.mode
+    steering = Steering(
+        Reader(run.path, run.attempt), recorder, lambda s: check(s, mode), mode,
+        settings.rollout.max_staleness,
+    )  # fmt: skip
+    job.stack.callback(steering.refuse_rest, "the run has ended")
+    job.watch.is_paused = lambda: steering.is_paused
+    return steering
 
 
 def _warm_start(job: Job, cluster: Cluster, learning: Learning, parts: Parts) -> None:

@@ -26,6 +26,7 @@ from rl_jax.algorithms.plugin import make_algorithm
 from rl_jax.build_roles import Setting, make_roles, open_roles
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.driver import DriverState
+from rl_jax.exposition import Text, tell_devices
 from rl_jax.learner.learner import Learner
 from rl_jax.learner.roles import Roles
 from rl_jax.mesh import Meshes, MeshPlan, make_mesh
@@ -61,7 +62,15 @@ class LearnerService(Service):
         self._checkpointer: Checkpointer = None  # type: ignore[assignment]
         self._source: Path | None = None
         self._profiler: Profiler = None  # type: ignore[assignment]
+        self._num_steps, self._version = 0, None  # the latter: that it turned weights into last
         super().__init__(sock, told)
+
+    def tell(self, text: Text) -> None:
+        roles = self._roles
+        if roles is not None:
+            text.add("rl_jax:learner_steps_total", self._num_steps)
+            text.add("rl_jax:weight_version", self._version)
+            tell_devices(text, jax.local_devices())
 
     def failed(self, request: Request, error: Exception) -> None:
         """With its type: what a step raises has an exit code of its own."""
@@ -151,6 +160,7 @@ class LearnerService(Service):
         self._profiler.begin(step)
         self._step_of(self._roles, request)
         self._profiler.end(step)
+        self._num_steps, self._version = self._num_steps + 1, request.body["version"] + 1
 
     def _step_of(self, learner: Learner | Roles, request: Request) -> None:
         batch = batch_from_wire(request.body["batch"], request.arrays)

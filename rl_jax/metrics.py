@@ -14,7 +14,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ METRICS = {
     "time/wait_for_policy_s": "seconds rollout could start nothing because of the staleness bound",
     "time/slots_idle_s": "seconds of the step times the share of episodes' slots that the staleness bound left free",
     "time/wait_for_max_live_s": "seconds in which a task source was at its max_live while slots were free",
+    "time/paused_s": "seconds of pauses that steering asked for, between the step before and this one",
     "time/batch_s": "seconds of packing, scoring and advantages",
     "time/train_s": "seconds of the learner's step",
     "time/sync_s": "seconds of the weight sync, all phases",
@@ -202,6 +203,7 @@ METRICS = {
     "alarm/ess": "1 where is/ess was below guards.ess_below",
     "alarm/k3": "1 where mismatch/k3 was above guards.k3_above",
     "alarm/lag0": "1 where trainer and sampler disagreed under the same weights by more than guards.lag0_above",
+    "trackers/lost": "rows and samples that the tracker .NAME did not take, since the process started",
     "goodput/run": "share of the step in which the learner computed",
     # G_sample; what it lacks to 1 went into stale, failed, filtered and cancelled episodes, or an update that was
     # skipped. A turn under way counts as sampled already, so that it is rather too low than too high.
@@ -297,8 +299,16 @@ def values_of(row: Row) -> tuple[dict[str, float], int]:
 class MetricsWriter:
     """Sole writer of <run>/metrics.jsonl: one row a step, {"step", "time", "attempt", name: number, ...}."""
 
-    def __init__(self, run_dir: Path | str, attempt: int = 0, strict: bool = False):
-        """`strict` raises on a name outside METRICS; else it is written and warned about once."""
+    def __init__(
+        self,
+        run_dir: Path | str,
+        attempt: int = 0,
+        strict: bool = False,
+        on_row: Callable[[int, Mapping[str, float]], None] = lambda step, values: None,
+    ):
+        """`strict` raises on a name outside METRICS; else it is written and warned about once. on_row: told of each
+        row, whether or not it reached the disk; it must not wait."""
+        self._on_row = on_row
         self.num_nonfinite = self.num_lost = 0
         self._attempt, self._strict = attempt, strict
         self._warned: set[str] = set()
@@ -318,6 +328,7 @@ class MetricsWriter:
             self._warn_once(
                 ["nonfinite"], f"step {step}: values that are not finite were dropped: {bad}"
             )
+        self._on_row(step, values)
         head = {"step": step, "time": round(time.time(), 3), "attempt": self._attempt}
         if self.num_nonfinite:
             head["nonfinite_dropped"] = self.num_nonfinite

@@ -26,8 +26,9 @@ from rl_jax.profiling import Profiler
 from rl_jax.progress import Progress
 from rl_jax.resume import SUMMARY
 from rl_jax.rollout.traces import write_traces
-from rl_jax.settings import MetricsSettings
+from rl_jax.settings import MetricsSettings, Settings
 from rl_jax.timeline import OFF, Traces, Track
+from rl_jax.trackers.feed import Feeds
 from rl_jax.types import FinishReason, Group, Outcome, Trajectory
 from rl_jax.waits import Wait
 
@@ -64,7 +65,10 @@ class Recorder:
         render: Callable[[np.ndarray], str],  # tokens i32[n] -> text, for the traces
         peak_flops: float
         | None = None,  # of the train mesh a second; None: not known, no utilisation
+        *,
+        feeds: Feeds | None = None,  # of the trackers; rows reach them by the writer
     ):
+        self._feeds = feeds if feeds is not None else Feeds({}, lambda text: None, render, 0, 0)
         self._run_dir, self._writer, self.progress = run_dir, writer, progress
         self._settings, self._render, self._peak_flops = settings, render, peak_flops
         self._serving: Callable[[], Mapping[str, float]] = dict
@@ -115,9 +119,11 @@ class Recorder:
         tracing, wait = self._tracing, self._traces
         return [wait] if tracing is not None and wait is not None and not tracing.done() else []
 
-    def doing(self, name: str) -> AbstractContextManager[None]:
-        """What the loop does now, for the heartbeat; outside of it the loop waits."""
-        return self.progress.doing(name)
+    def doing(
+        self, name: str, status: Callable[[], str] | None = None
+    ) -> AbstractContextManager[None]:
+        """What the loop does now, for the heartbeat; outside of it the loop waits. status: as of Progress.doing."""
+        return self.progress.doing(name, status)
 
     def step(
         self,
@@ -137,6 +143,9 @@ class Recorder:
         if lag0 is not None:
             self._lag0 = self._lag0.merge(lag0)
         row.update(self._goodput(row, counts.get("open_tokens", 0)))
+        row.update(
+            {f"trackers/lost.{name}": num for name, num in self._feeds.lost().items() if num}
+        )
         self._writer.write(step, row)
         every = self._settings.rollouts_every
         if every and step % every == 0:
@@ -150,6 +159,7 @@ class Recorder:
             self._tracing = self._tracer.submit(
                 write_traces, directory, trajectories, self._render, advantages=advantages
             )
+            self._feeds.rollouts(step, trajectories)
         self._tell(step, row)
 
     def flush(self) -> None:
@@ -231,6 +241,14 @@ class Recorder:
 
     def event(self, kind: str, **fields: Any) -> None:
         self._run_dir.event(kind, **fields)
+
+    def status(self, state: str, **fields: Any) -> None:
+        """What STATUS.json says."""
+        self._run_dir.status(state, **fields)
+
+    def change(self, settings: Settings) -> None:
+        """The run was steered: what it reads of its settings from the next step on."""
+        self._settings, self.progress.total_steps = settings.metrics, settings.steps
 
     def summary(
         self,

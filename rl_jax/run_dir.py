@@ -265,6 +265,19 @@ def check_usable(path: Path | str, *, is_held: bool = True) -> None:
         raise RunDirError(f"cannot write the run directory {path}: {error}") from error
 
 
+def holder(path: Path | str) -> str | None:
+    """Who holds the directory now, as its lock says ("pid 7 on host"); None if nobody does. Raises OSError."""
+    try:
+        with open(Path(path) / LOCK, encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read().strip() or "another process"
+    except FileNotFoundError:
+        pass
+    return None
+
+
 def _take_lock(path: Path) -> TextIO:
     lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
     try:

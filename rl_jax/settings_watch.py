@@ -5,7 +5,9 @@ there.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 def steps_range(text: str) -> tuple[int, int]:
@@ -27,6 +29,19 @@ class MetricsSettings:
     profile_steps: str = (
         ""  # "A:B": steps A to B, both with, are traced by JAX's profiler into profile/; "" = none
     )
+    # Names of TRACKERS, or "package.module:attribute": where else the rows of metrics.jsonl go. tensorboard | wandb |
+    # mlflow. None of them can stop or slow the run
+    trackers: tuple[str, ...] = ()
+    # keyword arguments of a tracker's constructor, by its name
+    tracker_options: Mapping[str, Any] = field(default_factory=dict)
+    # episodes that trackers get of each step whose traces are saved, and bytes of each one's text
+    tracker_samples: int = 4
+    tracker_sample_bytes: int = 16_384
+    # Prometheus text of every process of the run at http://HOST:PORT/metrics. 0 = none; else the driver's port, and
+    # each other process has the next one (endpoints.json in the run directory)
+    port: int = 0
+    host: str = "127.0.0.1"  # beyond loopback it needs token_file
+    token_file: str = ""  # a file whose one line scrapers must send; "" = none
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ def starting_point(
         evaluations=extra["evaluations"] if bool(theirs) == reads else {},
         evaluated=extra["evaluated"],
         bound=_bound(extra, job.settings.rollout) if mode == "train" else None,
+        steered=extra.get("steered", {}) if is_own else {},
     )
     job.note(f"resumed from {source}: version {driver_state.version}")
     for change in decision.changes:

@@ -34,6 +34,7 @@ from rl_jax.tokens import TOKENIZERS, TOOL_PARSERS
 from rl_jax.types import MAX_SUPPORT
 from rl_jax.validate_cluster import ELSEWHERE, HERE, cluster_errors
 from rl_jax.validate_rewards import reward_errors
+from rl_jax.validate_watch import watch_errors
 
 MODES = ("train", "eval", "rollout_only", "train_only")
 TOP_LEVEL = (
@@ -161,6 +162,9 @@ INTERVALS = {
     "metrics.heartbeat_s": "(0, inf)",
     "metrics.rollouts_every": "[0, inf)",
     "metrics.timeline_bytes": "[0, inf)",
+    "metrics.tracker_samples": "[0, 64]",
+    "metrics.tracker_sample_bytes": "[64, 1048576]",
+    "metrics.port": "[0, 65535]",
     "cluster.port": "[0, 65535]",
     "cluster.heartbeat_s": "(0, inf)",
     "cluster.lease_s": "(0, inf)",
@@ -245,6 +249,7 @@ def check(settings: Settings, mode: str = "train") -> list[str]:
         "rollout.tool_parser", settings.rollout.tool_parser, {"auto": "", **TOOL_PARSERS}
     )
     errors += _task_errors(settings)
+    errors += watch_errors(settings.metrics, check_name)
     sound = _repaired(settings, [error.partition("=")[0] for error in errors])
     for rule in RULES:
         errors += rule(sound)

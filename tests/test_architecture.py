@@ -59,7 +59,7 @@ PART = {
     "types": "records",
     "clock": "records",
     "waits": "records",
-    "asgi": "records",
+    **dict.fromkeys(("asgi", "exposition"), "records"),
     "strict_json": "records",
     "disk": "records",
     "lowering": "records",
@@ -73,11 +73,11 @@ PART = {
     "config": "config",
     "overrides": "config",
     "validate": "config",
-    "validate_cluster": "config",
-    "validate_rewards": "config",
+    **dict.fromkeys((f"validate_{part}" for part in ("cluster", "rewards", "watch")), "config"),
     "role_source": "config",
     "model_source": "config",
     "configs": "config",
+    **dict.fromkeys(("trackers", "exporter"), "metrics"),
     "progress": "metrics",
     "live_view": "metrics",
     "advice": "metrics",
@@ -85,18 +85,20 @@ PART = {
     "child": "backend",
     "ray_cluster": "cluster",
     "run_dir": "run_dir",
-    "console": "run_dir",
+    **dict.fromkeys(("console", "control"), "run_dir"),
     "resume": "run_dir",
     "driver": "driver",
     "recorder": "driver",
     "first_step": "driver",
     "profiling": "driver",
     "guards": "driver",
+    **dict.fromkeys(("guards", "steering"), "driver"),
     "warm_start": "driver",
     "names": "config",
     "job": "launch",
     "serving": "launch",
     "learning": "launch",
+    "watching": "launch",
     "learner_process": "launch",
     "exit_codes": "launch",
     "dry_run": "launch",
@@ -127,6 +129,8 @@ ONLY_IN = {
     "reasoning_gym": {"envs"},
     "ml_collections": {"rl_jax/config.py", "rl_jax/overrides.py", "rl_jax/configs", "mesh_configs"},
     "rich": {"rl_jax/live_view.py"},
+    "tensorboardX": {"rl_jax/trackers/tensorboard.py"},
+    **{name: {f"rl_jax/trackers/{name}.py"} for name in ("wandb", "mlflow")},
     "jsonschema": {"rl_jax/rewards/json_schema.py"},
     "math_verify": {"rl_jax/rewards/math_answer.py"},
     "uvicorn": {"rl_jax/tools/reward_server.py", "rl_jax/http/server.py"},
@@ -141,9 +145,10 @@ NO_JAX = (
     "rl_jax/__init__.py", "rl_jax/clock.py", "rl_jax/timeline.py",
     "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/settings_watch.py", "rl_jax/schema.py", "rl_jax/config.py",
     "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/validate_cluster.py", "rl_jax/validate_rewards.py",
-    "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",
+    "rl_jax/validate_watch.py", "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",
     "rl_jax/run_dir.py", "rl_jax/console.py", "rl_jax/disk.py", "rl_jax/metrics.py", "rl_jax/progress.py",
     "rl_jax/live_view.py", "rl_jax/advice.py",
+    "rl_jax/trackers", "rl_jax/live_view.py", "rl_jax/tools/steer.py", "rl_jax/exporter.py", "rl_jax/advice.py",
     "rl_jax/signals.py", "rl_jax/tokens", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
     "rl_jax/mesh/plan.py", "rl_jax/child.py",
     "rl_jax/sandbox",
@@ -471,13 +476,8 @@ def test_no_file_holds(what):
 
 def test_wall_clock_is_for_people_only():
     """Deadlines and durations use the monotonic clock; these write a time for a person to read."""
-    allowed = {
-        "rl_jax/metrics.py",
-        "rl_jax/run_dir.py",
-        "rl_jax/http/api.py",
-        "rl_jax/viewer/run.py",
-    }
-    allowed |= {"rl_jax/testing/generated_run.py"}  # it makes such times
+    people = ("metrics", "run_dir", "control", "http/api", "viewer/run")
+    allowed = {f"rl_jax/{name}.py" for name in (*people, "testing/generated_run")}
     bad = {
         name_of(p)
         for p in sources()
@@ -487,12 +487,8 @@ def test_wall_clock_is_for_people_only():
 
 
 def test_environment_variables_are_read_at_the_edge_only():
-    allowed = {
-        "rl_jax/backend.py",
-        "rl_jax/launch.py",
-        "rl_jax/job.py",
-        "rl_jax/child.py",
-    }
+    edges = ("backend", "launch", "job", "child")
+    allowed = {f"rl_jax/{name}.py" for name in (*edges, "trackers/mlflow")}  # MLflow asks for it
     pattern = re.compile(r"\bos\.(?:environ|getenv|putenv)")
     bad = {name_of(p) for p in sources() if pattern.search(p.read_text(encoding="utf-8"))}
     assert {b for b in bad if not b.startswith("rl_jax/testing/")} <= allowed
@@ -573,6 +569,7 @@ def test_metric_names_in_the_source_are_in_the_table():
 
 
 def test_metric_table_has_no_name_that_nobody_writes():
+    # Advice reads figures: what it names is not written by that.
     written = {text for where, text in metric_strings() if where != "rl_jax/advice.py"}
     named = {text.split(".")[0] for text in written if "{}" not in text.split(".")[0]}
     meant = {name for text in written if "{}" in text for name in names_meant(text)}
@@ -585,9 +582,13 @@ DISTRIBUTION = {"ml_collections": "ml-collections", "absl": "absl-py", "reasonin
 
 # Imported by one file each, and told where they are missing.
 EXTRAS = {"jetstream": "google-jetstream", "ray": "ray", "rich": "rich", "jsonschema": "jsonschema",
-          "math_verify": "math-verify", "textarena": "textarena", "uvicorn": "uvicorn"}  # fmt: skip
+          "math_verify": "math-verify", "textarena": "textarena", "uvicorn": "uvicorn",
+          "wandb": "wandb", "mlflow": "mlflow-skinny"}  # fmt: skip
 # Extras of several packages.
-TOGETHER = {"serve": ("fastapi", "pydantic", "starlette", "uvicorn")}
+TOGETHER = {
+    "serve": ("fastapi", "pydantic", "starlette", "uvicorn"),
+    "tensorboard": ("tensorboardX",),
+}
 
 
 def test_dependencies_are_what_is_imported():

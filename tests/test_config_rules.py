@@ -29,6 +29,10 @@ def test_every_setting_has_a_rule():
         "cluster.env_hardware",
         "cluster.scorer_hardware",  # names of a Ray cluster's own
         "mesh.name",  # free
+        "metrics.trackers",
+        "metrics.tracker_options",
+        "metrics.host",
+        "metrics.token_file",  # validate_watch.py
         "rollout.tool_parser",  # a table, or auto
         "reference.checkpoint",
         "reference.pool",

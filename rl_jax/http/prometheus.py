@@ -5,35 +5,15 @@ Must not: label by anything that a client chooses.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-class Histogram:
-    def __init__(self, bounds: Sequence[float] = SECONDS):
-        self.bounds, self.counts = tuple(bounds), [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float) -> None:
-        at = next((i for i, bound in enumerate(self.bounds) if value <= bound), len(self.bounds))
-        self.counts[at] += 1
-        self.sum += value
-
-    def lines(self, name: str, labels: str) -> Iterable[str]:
-        total = 0
-        for bound, count in zip((*self.bounds, "+Inf"), self.counts):
-            total += count
-            yield f'{name}_bucket{{{labels},le="{bound}"}} {total}'
-        yield f"{name}_sum{{{labels}}} {self.sum:g}"
-        yield f"{name}_count{{{labels}}} {total}"
+from rl_jax.exposition import Histogram, escaped
 
 
 class HttpMetrics:
     def __init__(self, model: str):
-        quoted = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
-        self._labels = f'model_name="{quoted}"'
+        self._labels = f'model_name="{escaped(model)}"'
         self.finished: Counter[str] = Counter()  # choices, by finish
         self.answers: Counter[int] = Counter()  # requests, by status
         self.ends: Counter[str] = Counter()  # requests without an answer: disconnect, slow_reader

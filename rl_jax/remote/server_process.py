@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from rl_jax import schema
+from rl_jax.exposition import Text, TurnTimes, tell_devices, tell_server
 from rl_jax.mesh import MeshPlan, make_mesh
 from rl_jax.remote import codec, region
 from rl_jax.remote.channel import Request
@@ -89,6 +90,7 @@ class ServerService(Service):
 
     def __init__(self, sock: socket.socket, told: Mapping[str, Any]):
         self._server: Any = None
+        self._turns = TurnTimes()
         super().__init__(sock, told)
         self._pulls = Pulls(self._channel.host)
 
@@ -114,6 +116,13 @@ class ServerService(Service):
             "stats": _numbers(server.stats()),
             "queues_s": {} if server.kind == "prefill" else {r: server.queue_s(r) for r in ROLES},
         }
+
+    def tell(self, text: Text) -> None:
+        server = self._server
+        if server is not None:
+            tell_server(text, server)
+            self._turns.tell(text, server=server.name)
+            tell_devices(text, server.mesh.devices.flat)
 
     # --- in order, on the main thread --------------------------------------------------------
 
@@ -194,6 +203,7 @@ class ServerService(Service):
         if isinstance(result, TurnError):
             request.answer({"error": codec.error_to_wire(result)})
             return
+        self._turns.add(result.times_s, len(result.tokens))
         body, arrays = codec.turn_to_wire(result)
         version = server.version
         live = [server.live_tokens(asked.session, version), version]

@@ -12,9 +12,12 @@ import logging
 import os
 import queue
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl_jax.exporter import open_exporter
+from rl_jax.exposition import Text, tell_process
 from rl_jax.remote.channel import Channel, Request
 from rl_jax.remote.program import leave
 from rl_jax.settings import ClusterSettings
@@ -49,6 +52,8 @@ class Service:
             pulse=self.pulse,
             on_close=leave,
         )
+        self._orders: Counter[str] = Counter()  # begun, by verb
+        self._exporter = open_exporter(told.get("scrape", {}), self._metrics)
 
     def run(self) -> None:
         """Serve until the channel ends, and the process with it."""
@@ -58,6 +63,7 @@ class Service:
             try:
                 if request.left_s <= 0:
                     raise TimeoutError(f"{request.verb} came too late to be begun")
+                self._orders[request.verb] += 1
                 getattr(self, f"_{request.verb}")(request)
             except Exception as error:  # the boundary to the driver, which must learn of it
                 log.exception("%s failed", request.verb)
@@ -67,6 +73,9 @@ class Service:
     def pulse(self) -> dict[str, Any] | None:
         """What it says of itself every cluster.heartbeat_s; None while there is nothing to say."""
         return None
+
+    def tell(self, text: Text) -> None:
+        """Its metrics beside those that every process has. Any thread."""
 
     def failed(self, request: Request, error: Exception) -> None:
         """Tell the driver what an order raised."""
@@ -78,6 +87,14 @@ class Service:
     def _told_spans(self, spans: Sequence[Span], lost: int) -> None:
         if spans:
             self._channel.tell("spans", {"head": self._head, "s": spans, "lost": lost})
+
+    def _metrics(self) -> str:
+        text = Text(process=self.told.get("name", ""))
+        tell_process(text)
+        for verb, num in sorted(self._orders.items()):
+            text.add("rl_jax:orders_total", num, verb=verb)
+        self.tell(text)
+        return str(text)
 
     def _later(self, request: Request) -> None:
         try:

@@ -1,11 +1,11 @@
 """What the driver knows of a process of its run before it lives, and which program such processes are."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from kernels.kv import KVSpec
-from rl_jax.settings import EngineSettings, ServeSettings
+from rl_jax.settings import EngineSettings, MetricsSettings, ServeSettings
 
 PROGRAM = "rl_jax.remote.server_process"
 STORE_PROGRAM = "rl_jax.remote.store_process"
@@ -26,6 +26,8 @@ class Spec:
     hardware: str = "cpu"
     factory: str = ""  # "module:attribute": job -> what is built in the process
     job: Mapping[str, Any] = field(default_factory=dict)  # as JSON
+    # host, port and token_file at which it tells its metrics (exporter.py); {} = nowhere
+    scrape: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +51,17 @@ class StoreSpec(Spec):
     """One store: store.0."""
 
     program: str = STORE_PROGRAM
+
+
+S = TypeVar("S", bound=Spec)
+
+
+def scraped(specs: Sequence[S], metrics: MetricsSettings, first: int) -> tuple[S, ...]:
+    """The specs with where they tell their metrics: ports behind the driver's, in order, from the first-th one on."""
+    if not metrics.port:
+        return tuple(specs)
+    where = {"host": metrics.host, "token_file": metrics.token_file}
+    return tuple(
+        replace(spec, scrape={**where, "port": metrics.port + 1 + first + i})
+        for i, spec in enumerate(specs)
+    )

@@ -96,7 +96,12 @@ class Starter(Protocol):
 
 def told(spec: Spec, settings: ClusterSettings) -> dict[str, Any]:
     """What a process must know before its channel is open."""
-    return {"factory": spec.factory, "settings": asdict(settings)}
+    return {
+        "factory": spec.factory,
+        "settings": asdict(settings),
+        "name": spec.name,
+        "scrape": dict(spec.scrape),
+    }
 
 
 # --- a child of this host ------------------------------------------------------------------------

@@ -14,11 +14,14 @@ Must not: read a line, start a second child, or import jax.
 import asyncio
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from rl_jax.exporter import open_exporter
+from rl_jax.exposition import Text, tell_process
 from rl_jax.remote.channel import Channel, Request
 from rl_jax.remote.program import leave, run_program
 from rl_jax.remote.spec import WORKER_PROGRAM
@@ -47,14 +50,31 @@ async def serve(sock: socket.socket, told: Mapping[str, Any]) -> None:
         child.kill_now()
         leave(error)
 
-    tasks = set()
+    tasks, lines = set(), Counter()
+
+    def metrics() -> str:
+        text = Text(process=told.get("name", ""))
+        tell_process(text)
+        text.add("rl_jax:workers", float(not over.is_set()))
+        for direction in ("to", "from"):
+            text.add("rl_jax:worker_lines_total", lines[direction], direction=direction)
+        return str(text)
+
+    def send(request: Request) -> None:
+        lines["to"] += 1
+        child.send(request.arrays[0].tobytes())
+
+    def on_line(line: bytes) -> None:
+        lines["from"] += 1
+        channel.tell("line", None, (np.frombuffer(line + b"\n", np.uint8),))
+
     channel = Channel(
         sock,
         "the driver",
         told["attempt"],
         ClusterSettings(**told["settings"]),
         handlers={
-            "line": here(lambda request: child.send(request.arrays[0].tobytes())),
+            "line": here(send),
             "end_input": here(lambda request: child.end_input()),
             "stack": here(lambda request: tasks.add(loop.create_task(tell_stack(request)))),
             "note": here(lambda request: child.note(request.body["text"])),
@@ -62,7 +82,7 @@ async def serve(sock: socket.socket, told: Mapping[str, Any]) -> None:
         },
         on_close=ended,
     )
-    on_line = lambda line: channel.tell("line", None, (np.frombuffer(line + b"\n", np.uint8),))
+    open_exporter(told.get("scrape", {}), metrics)
     child.attach(loop, on_line, over.set)
     channel.start()
     await over.wait()

@@ -4,6 +4,7 @@
                       "turn_values", "status", "scorer_version", "detail", "seconds"}; task, view: as of wire.py
     GET /v1/scorers   {"scorers": [names], "of_turns": [names of those that score turns], "workers", "busy", "waiting",
                       "busy_s", "counts"}
+    GET /metrics      the same figures as Prometheus text
     GET /healthz      {"status": "ok"}, without a token: for whoever restarts it
 
 What a scorer does wrong is a 200 with a status, as in a run's own processes: asking again would not mend it. What the
@@ -12,7 +13,7 @@ fault is 400, 401, 404, 405, 408 or 413, each with {"error": one line}.
 
 Invariants: only scorers that were named at its start are run, whatever a request says; bodies are bounded, and have a
 deadline; a caller that has gone costs no further work (its call ends by its own deadline, in its worker); every answer
-is JSON. Must not: import a scorer, or write a token.
+but /metrics' is JSON. Must not: import a scorer, or write a token.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from typing import Any
 
 from rl_jax import asgi
 from rl_jax.asgi import Receive
+from rl_jax.exposition import CONTENT_TYPE, Text, tell_process
 from rl_jax.rewards.check import finite, reward_to_json
 from rl_jax.rollout import wire
 from rl_jax.rollout.process import WorkerFault
@@ -90,7 +92,7 @@ class RewardApp:
 
     async def _answer(self, scope: Mapping[str, Any], receive: Receive) -> Any:
         """What a 200 says. Raises: Refusal; ConnectionResetError if the caller has gone."""
-        methods = {"/healthz": "GET", "/v1/scorers": "GET", "/v1/score": "POST"}
+        methods = {"/healthz": "GET", "/metrics": "GET", "/v1/scorers": "GET", "/v1/score": "POST"}
         path, headers = scope["path"], dict(scope["headers"])
         if (why := asgi.refusal(headers, bool(self._token))) is not None:
             raise Refusal(403, why)
@@ -102,6 +104,8 @@ class RewardApp:
             return {"status": "ok"}
         if not asgi.knows(headers, self._token):
             raise Refusal(401, asgi.NO_TOKEN)
+        if path == "/metrics":
+            return metrics_text(self._pool)
         if path == "/v1/scorers":
             return self._state()
         request = self._checked(await self._body(receive, headers))
@@ -178,6 +182,19 @@ class RewardApp:
                 task.cancel()
 
 
+def metrics_text(pool: ScorerPool) -> str:
+    """What the service tells Prometheus."""
+    text = Text(process="reward_service")
+    tell_process(text)
+    text.add("rl_jax:workers", len(pool.workers))
+    text.add("rl_jax:workers_busy", pool.num_busy)
+    text.add("rl_jax:calls_waiting", pool.num_waiting)
+    text.add("rl_jax:busy_seconds_total", pool.busy_s)
+    for what, num in sorted(pool.counts.items()):
+        text.add("rl_jax:pool_events_total", num, event=what)
+    return str(text)
+
+
 def _told(answer: Answer) -> dict[str, Any]:
     return {**reward_to_json(answer.reward), "seconds": answer.seconds}
 
@@ -188,8 +205,12 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def _send(send: Send, status: int, said: Any, retry_after_s: int = 0) -> None:
-    body = json.dumps(said, allow_nan=False, separators=(",", ":")).encode("ascii")
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    """said: JSON, or the text of /metrics."""
+    body, kind = json.dumps(said, allow_nan=False, separators=(",", ":")), "application/json"
+    if isinstance(said, str):
+        body, kind = said, CONTENT_TYPE
+    body = body.encode("utf-8")
+    headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
     if retry_after_s:
         headers.append((b"retry-after", b"%d" % retry_after_s))
     await send({"type": "http.response.start", "status": status, "headers": headers})

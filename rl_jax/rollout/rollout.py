@@ -318,6 +318,15 @@ class Rollout:
 
     # --- crossing to the loop ---------------------------------------------------------------------------------------
 
+    def lag_s(self, limit_s: float) -> float:
+        """How long the event loop takes to do something; limit_s where it does not. Not from the loop."""
+        start_s, done = time.monotonic(), threading.Event()
+        try:
+            self._loop.call_soon_threadsafe(done.set)
+        except RuntimeError:  # it is closed
+            return limit_s
+        return min(time.monotonic() - start_s, limit_s) if done.wait(limit_s) else limit_s
+
     def _post(self, call, *args) -> None:
         self._check_alive()
         self._loop.call_soon_threadsafe(self._guarded, call, *args)

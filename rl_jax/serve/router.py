@@ -150,6 +150,8 @@ class Router:
         self._look_s = min(interval_s(s.settings) for s in self._servers)
         self._looks_in: asyncio.AbstractEventLoop | None = None  # where the next look will be
         self._counters = dict.fromkeys(COUNTERS, 0)
+        # Told of each turn that ended well, on the asyncio thread.
+        self.on_turn: Callable[[Turn], None] = lambda turn: None
 
     async def generate(
         self,
@@ -191,6 +193,7 @@ class Router:
         if flight.times_s:
             queue_s = turn.times_s["queue"] + flight.times_s["queue"]
             turn = replace(turn, times_s={**turn.times_s, **flight.times_s, "queue": queue_s})
+        self.on_turn(turn)
         return turn
 
     def abort(self, uid: str, reason: str) -> None:

@@ -4,19 +4,23 @@ import asyncio
 import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import replace
 
 import psutil
 import pytest
 
+from rl_jax.remote.spec import scraped
 from rl_jax.remote.starter import ExternalStarter, LocalStarter
 from rl_jax.remote.worker_place import ClusterPlace, worker_specs
 from rl_jax.rollout.worker import EnvError
 from rl_jax.settings import (
     ClusterSettings,
+    MetricsSettings,
     RewardSettings,
     RolloutSettings,
     Settings,
@@ -38,18 +42,22 @@ def specs_of(sources, rewards=None, **rollout):
     return worker_specs(Settings(tasks=tasks, rewards=rewards, rollout=RolloutSettings(**rollout)))
 
 
-def made(sources, tmp_path, rewards=None, **rollout):
+def made(sources, tmp_path, rewards=None, metrics=MetricsSettings(), **rollout):
     """A bench whose workers a starter starts."""
     cluster = ClusterSettings(heartbeat_s=0.2, lease_s=LEASE_S, start_timeout_s=30.0)
-    place = ClusterPlace(
-        specs_of(sources, rewards, **rollout), cluster, LocalStarter(cluster, tmp_path)
-    )
+    specs = scraped(specs_of(sources, rewards, **rollout), metrics, 0)
+    place = ClusterPlace(specs, cluster, LocalStarter(cluster, tmp_path))
     return Bench(sources, rewards=rewards, place=place, **rollout)
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    bench = made([GOOD, *map(misbehaving, FAULTS)], tmp_path_factory.mktemp("logs"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics = MetricsSettings(port=probe.getsockname()[1] - 1)  # the worker has the next one
+    sources = [GOOD, *map(misbehaving, FAULTS)]
+    bench = made(sources, tmp_path_factory.mktemp("logs"), metrics=metrics)
+    bench.metrics_port = metrics.port + 1
     yield bench
     bench.close()
 
@@ -84,6 +92,21 @@ def test_an_episode_is_played_and_its_faults_are_told_as_on_the_drivers_host(ben
         assert bench.run(bench.play_good()) == [1.0, 0.0]
         assert bench.pool.counts["restarts"] == before + (fault != "raise")
     assert bench.pool.num_live == 0 and not worker.is_running()
+
+
+def test_the_program_beside_a_worker_tells_prometheus_what_passes(bench):
+    parser = pytest.importorskip("prometheus_client.parser")
+    assert bench.run(bench.play_good()) == [1.0, 0.0]
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{bench.metrics_port}/metrics", timeout=10
+    ) as answer:
+        text = answer.read().decode()
+    families = parser.text_string_to_metric_families(text)
+    found = {(s.name, s.labels.get("direction")): s for family in families for s in family.samples}
+    lines = {way: found["rl_jax:worker_lines_total", way].value for way in ("to", "from")}
+    assert lines["to"] >= 4 and lines["from"] >= 4  # two resets, two steps
+    assert found["rl_jax:workers", None].value == 1
+    assert found["rl_jax:workers", None].labels["process"].startswith("env")
 
 
 @pytest.mark.parametrize("how", ["SIGKILL of the program beside it", "SIGSTOP", "SIGKILL"])

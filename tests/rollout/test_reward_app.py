@@ -74,7 +74,9 @@ class Service:
         await self.app(scope, receive, send)
         if not sent:
             return None
-        return sent[0]["status"], json.loads(sent[1]["body"]), dict(sent[0]["headers"])
+        headers, said = dict(sent[0]["headers"]), sent[1]["body"]
+        is_json = headers[b"content-type"] == b"application/json"
+        return sent[0]["status"], json.loads(said) if is_json else said.decode(), headers
 
 
 def serve(play, **options):
@@ -84,6 +86,22 @@ def serve(play, **options):
             return await play(service)
 
     return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.slow
+def test_the_service_tells_prometheus_what_it_has_to_those_with_the_token():
+    async def play(service):
+        status, _, _ = await service.ask("/metrics")
+        assert status == 401
+        return await service.ask("/metrics", headers=[(b"authorization", b"Bearer secret")])
+
+    status, text, headers = serve(play, token="secret")
+    assert status == 200 and headers[b"content-type"].startswith(b"text/plain; version=0.0.4")
+    parser = pytest.importorskip("prometheus_client.parser")
+    families = parser.text_string_to_metric_families(text)
+    found = {sample.name: sample.value for family in families for sample in family.samples}
+    assert found["rl_jax:workers_busy"] == 0 and found["rl_jax:calls_waiting"] == 0
+    assert found["process_resident_memory_bytes"] > 0
 
 
 REFUSED = [
