@@ -9,6 +9,8 @@ One step s turns version s-1 into s:
 Synchronous and asynchronous training differ by one integer, `rollout.max_staleness`, which only the rollout's admission
 and the buffer's sweep read; staleness_policy=adaptive moves it there, below that, between two steps. Evaluation happens
 between steps, so one version serves all of it.
+Whoever wants to stop between two steps and go on (a notebook's cells) calls `open`, `advance` and `finish`, which `run`
+calls in a row; `hold`, from any thread or a signal, makes `advance` return where no step is half done.
 
 Must not: know an environment, a text, a kernel or a mesh; catch what it cannot handle.
 """
@@ -45,6 +47,10 @@ SAVED = "rollout_only"  # why an episode that was saved and not trained is DROPP
 
 class SyncFailed(RuntimeError):
     """Weights could not be published within the retries; at max_staleness 0 nothing else can go on."""
+
+
+class Held(RuntimeError):
+    """`hold` was called: the loop stands where it can go on, nothing is half done, nothing was saved for it."""
 
 
 # What ends a run though nothing is wrong with what it learned.
@@ -101,22 +107,75 @@ class Driver:
         )
         self._interrupt: on_signal | None = None
         self._saved = state.version  # the version saved last, or that of the start
-        self._is_between = True  # two steps: learner, version and ledger are of one step
+        self.is_between = True  # two steps: learner, version and ledger are of one step
+        self.is_held = False
 
     def run(self) -> DriverState:
-        """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
+        """A whole run of episodes or of rows: every step up to the last.
+
+        Raises SyncFailed, Preempted, and what buffer.take, stream.next and learner.step raise.
+        """
+        with self._signals(), self.kept():
+            self.open()
+            self.advance(self.settings.steps)
+            self.finish()
+        return self.state
+
+    def open(self) -> None:
+        """Before the first step: the start's weights are served. Raises as run()."""
         p = self.parts
-        p.buffer.select = p.algorithm.select  # here only: what is not trained is not filtered
-        if self.settings.rollout.staleness_policy == ADAPTIVE:
-            self.state.bound = self.state.bound or Bound.first(self._limits)
-            p.rollout.set_bound(self.state.bound.now)
-        with self._signals(), self._kept():
+        if p.stream is None:
+            p.buffer.select = p.algorithm.select  # here only: what is not trained is not filtered
+            if self.settings.rollout.staleness_policy == ADAPTIVE:
+                self.state.bound = self.state.bound or Bound.first(self._limits)
+                p.rollout.set_bound(self.state.bound.now)
             self.publish(self.state.version)
-            # Saved before the drain: what that cancels is issued again by a resume with more steps.
-            self._train(self.step, self.evaluate)
+        self._keep_safe()
+
+    def advance(self, last: int) -> None:
+        """The steps up to `last`, with the evaluations and the saves that are due between them.
+
+        Raises Held, and as run(); after Held the next call goes on where this one stopped.
+        """
+        cfg, state = self.settings, self.state
+        act, evaluate = self._step_and_evaluation()
+        if not state.evaluations:
+            evaluate("first")
+        elif self._is_evaluation_due() and state.evaluated < state.version:
+            evaluate("last")  # a stop cut it short
+        for step in range(state.version + 1, min(last, cfg.steps) + 1):
+            self._or_stop(step, act)
+            if self._is_evaluation_due():
+                evaluate("last")
+            if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
+                self.save()
+            self._keep_safe()
+
+    def finish(self) -> None:
+        """After the last step: evaluated, saved, and nothing is in flight any more. Raises as advance()."""
+        p, (_, evaluate) = self.parts, self._step_and_evaluation()
+        evaluate("last")
+        self.save()  # before the drain: what that cancels is issued again by a resume with more steps
+        if p.stream is None:
             p.rollout.drain()
             p.ledger.check(in_flight=0)
-        return self.state
+
+    def hold(self) -> None:
+        """Ask advance() to raise Held at the next place where nothing is half done; from any thread or a signal."""
+        self.is_held = True
+
+    def release(self) -> None:
+        """Forget hold()."""
+        self.is_held = False
+
+    def rested(self, num_tokens: int) -> None:
+        """Time passed outside of the loop, in which `num_tokens` tokens were sampled for somebody else: neither counts
+        as a step's. Call it before advance()."""
+        p = self.parts
+        if p.rollout is not None:
+            counts = p.rollout.counts()
+            self._slots_idle_s = counts["time/slots_idle_s"]
+            p.recorder.rested(counts, num_tokens)
 
     def collect(self) -> DriverState:
         """rollout_only: `steps` batches under the starting weights, saved and not trained.
@@ -151,25 +210,16 @@ class Driver:
             self.save()
         return self.state
 
-    def fit(self) -> DriverState:
-        """A supervised run: learner steps on rows of the stream; no servers, nothing sampled.
-
-        Raises Preempted, and what stream.next and learner.step raise.
-        """
-        with self._signals():
-            self._train(self._fit_step, self.measure)
-        return self.state
-
     def step(self, step: int) -> None:
         """One turn of the loop: version step-1 -> step."""
         p, cfg = self.parts, self.settings
         clock = Stopwatch(p.recorder.track, step)
         p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
         groups = p.buffer.take(step, should_stop=self._is_stopping)
-        self._is_between = False
+        self.is_between = False
         selected = {**p.buffer.selection_metrics(), **p.rollout.redundancy_metrics()}
         clock.lap("time/wait_for_batch_s")
-        batch, learned = self._learn(step, groups, clock)
+        batch, learned = self.learn(step, groups, clock)
         with p.recorder.doing(f"the ledger's records of step {step}"):
             p.rollout.consumed(step, groups)
         if cfg.tasks.curriculum.name != "none":
@@ -180,7 +230,7 @@ class Driver:
         except (
             SyncFailed
         ):  # what was learned need not be lost with the servers: a resume publishes it first
-            self.state.version, self._is_between = step, True
+            self.state.version, self.is_between = step, True
             raise
         clock.lap("time/sync_s")
         p.rollout.check()
@@ -219,8 +269,9 @@ class Driver:
                     detail=result.detail,
                 )
             if result.state in ("PUBLISHED", "PARTIAL"):
-                self.state.version, self._is_between = version, True
+                self.state.version, self.is_between = version, True
                 p.rollout.published(version)
+                p.recorder.event("published", version=version, digest=result.digest)
                 return result
             if result.state == "FAILED":
                 break
@@ -285,30 +336,18 @@ class Driver:
         self._saved = self.state.version
         p.recorder.event("saved", step=self.state.version)
 
-    def _train(self, act: Callable[[int], None], evaluate: Callable[[str], None]) -> None:
-        """Every step up to the last, with the evaluations and the saves that are due between them and at the end."""
-        cfg, state = self.settings, self.state
-        self._keep_safe()
-        if not state.evaluations:
-            evaluate("first")
-        elif self._is_evaluation_due() and state.evaluated < state.version:
-            evaluate("last")  # a stop cut it short
-        for step in range(state.version + 1, cfg.steps + 1):
-            self._or_stop(step, act)
-            if self._is_evaluation_due():
-                evaluate("last")
-            if cfg.checkpoint.every and step % cfg.checkpoint.every == 0 and step < cfg.steps:
-                self.save()
-            self._keep_safe()
-        evaluate("last")
-        self.save()
+    def _step_and_evaluation(self) -> tuple[Callable[[int], None], Callable[[str], None]]:
+        """What a step and an evaluation are: of episodes, or of a supervised run's rows."""
+        if self.parts.stream is not None:
+            return self._fit_step, self.measure
+        return self.step, self.evaluate
 
     def _keep_safe(self) -> None:
         """Save where the learner could not come back from its last save, or not soon."""
         if self.parts.learner.wants_save:
             self.save()
 
-    def _learn(
+    def learn(
         self, step: int, groups: Sequence[Group], clock: "Stopwatch"
     ) -> tuple[Batch, dict[str, Metric]]:
         """The batch of the groups and the learner's metrics of one step on it."""
@@ -363,7 +402,7 @@ class Driver:
         groups, dropped = check_select(p.algorithm, p.algorithm.select(groups))
         if dropped:
             p.recorder.event("filtered", step=step, dropped=[list(drop) for drop in dropped])
-        batch, learned = self._learn(step, groups, clock)
+        batch, learned = self.learn(step, groups, clock)
         clock.lap("time/train_s")
         self.state.version = step
         with self._guarded(step, groups, batch, {**learned, **clock.metrics()}) as metrics:
@@ -384,7 +423,7 @@ class Driver:
         with p.recorder.doing(f"the rows of step {step}"):
             groups = p.stream.next()
         clock.lap("time/wait_for_batch_s")
-        batch, learned = self._learn(step, groups, clock)
+        batch, learned = self.learn(step, groups, clock)
         clock.lap("time/train_s")
         self.state.version = step
         loss, figures = learned.pop("policy/loss"), {}
@@ -409,12 +448,12 @@ class Driver:
         self._save_and_stop(f"before step {step}")
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def kept(self) -> Iterator[None]:
         """An outage ends the run after a save of what was learned since the last one; its cause is told in any case."""
         try:
             yield
         except OUTAGES:
-            if self._is_between and self.state.version > self._saved:
+            if self.is_between and self.state.version > self._saved:
                 try:
                     self.save()
                 except Exception as error:  # boundary: it must not hide what ended the run
@@ -422,6 +461,8 @@ class Driver:
             raise
 
     def _save_and_stop(self, where: str) -> NoReturn:
+        if self._stop is None:
+            raise Held(f"stopped {where}")
         self.save()
         raise Preempted(f"stopped by signal {self._stop} {where}; saved, --resume=auto goes on")
 
@@ -440,7 +481,7 @@ class Driver:
     def _is_stopping(self) -> bool:
         if self._interrupt is not None:
             self._interrupt.check()
-        return self._stop is not None
+        return self.is_held or self._stop is not None
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

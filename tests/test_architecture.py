@@ -95,6 +95,7 @@ PART = {
     "warm_start": "driver",
     "names": "config",
     "job": "launch",
+    "wiring": "launch",
     "serving": "launch",
     "learning": "launch",
     "learner_process": "launch",
@@ -161,7 +162,7 @@ MAX_PARAMETERS = 7  # positional ones, self aside; keyword-only ones are named w
 WIDE = {  # functions with more, and why
     "rl_jax/engine/programs.py:extend": "traced once; each argument is one array of the packed chunk",
     "rl_jax/weights/plan.py:build": "both sides of the sync, as the caller holds them",
-    "rl_jax/job.py:_live_parts": "wires the parts of one job, called once",
+    "rl_jax/wiring.py:_live_parts": "wires the parts of one job, called once",
 }
 
 
