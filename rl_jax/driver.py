@@ -219,7 +219,7 @@ class Driver:
         self.is_between = False
         selected = {**p.buffer.selection_metrics(), **p.rollout.redundancy_metrics()}
         clock.lap("time/wait_for_batch_s")
-        batch, learned = self.learn(step, groups, clock)
+        batch, learned = self._learn(step, groups, clock)
         with p.recorder.doing(f"the ledger's records of step {step}"):
             p.rollout.consumed(step, groups)
         if cfg.tasks.curriculum.name != "none":
@@ -250,6 +250,14 @@ class Driver:
             batch, groups, extras, p.algorithm, self.state.algorithm, cfg.algorithm
         )
         return batch
+
+    def update(self, step: int, batch: Batch) -> dict[str, Metric]:
+        """One learner step on the batch of make_batch; the learner's metrics."""
+        learned = dict(self.parts.learner.step(batch, version=step - 1))
+        algorithm = self.parts.algorithm
+        state = algorithm.learned(self.state.algorithm, learned)
+        self.state.algorithm = check_state(algorithm, "learned", state)
+        return learned
 
     def publish(self, version: int) -> SyncResult:
         """New weights to every server; a sync that ends ABORTED is retried `weights.retries` times."""
@@ -347,18 +355,14 @@ class Driver:
         if self.parts.learner.wants_save:
             self.save()
 
-    def learn(
+    def _learn(
         self, step: int, groups: Sequence[Group], clock: "Stopwatch"
     ) -> tuple[Batch, dict[str, Metric]]:
         """The batch of the groups and the learner's metrics of one step on it."""
         with self.parts.recorder.doing(f"the update of step {step}"):
             batch = self.make_batch(groups)
             clock.lap("time/batch_s")
-            learned = dict(self.parts.learner.step(batch, version=step - 1))
-            algorithm = self.parts.algorithm
-            state = algorithm.learned(self.state.algorithm, learned)
-            self.state.algorithm = check_state(algorithm, "learned", state)
-            return batch, learned
+            return batch, self.update(step, batch)
 
     def _adapt(self, step: int, metrics: Mapping[str, Metric], counts: Mapping[str, float]) -> int:
         """What the step's batch was bound by; under staleness_policy=adaptive, what those from the next take on are."""
@@ -402,7 +406,7 @@ class Driver:
         groups, dropped = check_select(p.algorithm, p.algorithm.select(groups))
         if dropped:
             p.recorder.event("filtered", step=step, dropped=[list(drop) for drop in dropped])
-        batch, learned = self.learn(step, groups, clock)
+        batch, learned = self._learn(step, groups, clock)
         clock.lap("time/train_s")
         self.state.version = step
         with self._guarded(step, groups, batch, {**learned, **clock.metrics()}) as metrics:
@@ -423,7 +427,7 @@ class Driver:
         with p.recorder.doing(f"the rows of step {step}"):
             groups = p.stream.next()
         clock.lap("time/wait_for_batch_s")
-        batch, learned = self.learn(step, groups, clock)
+        batch, learned = self._learn(step, groups, clock)
         clock.lap("time/train_s")
         self.state.version = step
         loss, figures = learned.pop("policy/loss"), {}

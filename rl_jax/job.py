@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from rl_jax import report
+from rl_jax import report, schema
 from rl_jax.algorithms.contract import AlgorithmRaised
 from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.algorithms.plugin import make_algorithm
@@ -207,7 +207,8 @@ def _open_run_dir(
     stack.push(lambda kind, error, trace: _raise_if_disk_full(error, run_dir))
     run_dir.start_logging()
     run_dir.write_env(devices=[str(device) for device in jax.devices()])
-    run_dir.event("attempt", mode=options.mode, **machine())
+    changing = {"steps": settings.steps, "guards": schema.to_tree(settings.guards)}
+    run_dir.event("attempt", mode=options.mode, **changing, **machine())
     return run_dir
 
 

@@ -22,8 +22,9 @@ PACKAGES = ("rl_jax", "kernels", "envs", "mesh_configs")
 
 # Part -> row. A part imports only from lower rows and from itself. Parts of one row that belong together have one name.
 ROWS = {
+    "notebook": 8,
+    "tools": 7,
     "launch": 6,
-    "tools": 6,
     "driver": 5,
     "config": 5,
     "cluster": 5,
@@ -96,6 +97,7 @@ PART = {
     "names": "config",
     "job": "launch",
     "wiring": "launch",
+    "outset": "launch",
     "serving": "launch",
     "learning": "launch",
     "learner_process": "launch",
@@ -146,7 +148,7 @@ NO_JAX = (
     "rl_jax/run_dir.py", "rl_jax/console.py", "rl_jax/disk.py", "rl_jax/metrics.py", "rl_jax/progress.py",
     "rl_jax/live_view.py", "rl_jax/advice.py",
     "rl_jax/signals.py", "rl_jax/tokens", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
-    "rl_jax/mesh/plan.py", "rl_jax/child.py",
+    "rl_jax/outset.py", "rl_jax/mesh/plan.py", "rl_jax/child.py",
     "rl_jax/sandbox",
     "rl_jax/configs", "rl_jax/rewards", "rl_jax/rollout", "rl_jax/data", "rl_jax/algorithms/__init__.py",
     "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",
