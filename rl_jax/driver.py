@@ -154,11 +154,18 @@ class Driver:
     def finish(self) -> None:
         """After the last step: evaluated, saved, and nothing is in flight any more. Raises as advance()."""
         p, (_, evaluate) = self.parts, self._step_and_evaluation()
+        if self.is_held:  # an evaluation may be over before it looks
+            raise Held(f"stopped after step {self.state.version}")
         evaluate("last")
         self.save()  # before the drain: what that cancels is issued again by a resume with more steps
         if p.stream is None:
             p.rollout.drain()
             p.ledger.check(in_flight=0)
+
+    @property
+    def num_unsaved(self) -> int:
+        """Steps since the last save, or since the start."""
+        return self.state.version - self._saved
 
     def hold(self) -> None:
         """Ask advance() to raise Held at the next place where nothing is half done; from any thread or a signal."""

@@ -95,24 +95,14 @@ PART = {
     "guards": "driver",
     "warm_start": "driver",
     "names": "config",
-    "job": "launch",
-    "wiring": "launch",
-    "outset": "launch",
-    "serving": "launch",
-    "learning": "launch",
-    "learner_process": "launch",
-    "exit_codes": "launch",
-    "dry_run": "launch",
-    "plan_record": "launch",
-    "pool_facts": "launch",
-    "build_roles": "launch",
-    "preflight": "launch",
-    "preflight_cluster": "launch",
-    "preflight_model": "launch",
-    "supervised": "launch",
-    "start": "launch",
-    "report": "launch",
-    "launch": "launch",
+    **dict.fromkeys(
+        (
+            "job wiring outset serving learning learner_process exit_codes dry_run "
+            "plan_record pool_facts build_roles preflight preflight_cluster preflight_model "
+            "supervised start report launch"
+        ).split(),
+        "launch",
+    ),
 }
 
 # Third-party packages that only some parts may import, by the reason of design: one place each.
@@ -130,6 +120,7 @@ ONLY_IN = {
     "reasoning_gym": {"envs"},
     "ml_collections": {"rl_jax/config.py", "rl_jax/overrides.py", "rl_jax/configs", "mesh_configs"},
     "rich": {"rl_jax/live_view.py"},
+    "matplotlib": {"rl_jax/notebook/plot.py"},
     "jsonschema": {"rl_jax/rewards/json_schema.py"},
     "math_verify": {"rl_jax/rewards/math_answer.py"},
     "uvicorn": {"rl_jax/tools/reward_server.py", "rl_jax/http/server.py"},
@@ -156,6 +147,8 @@ NO_JAX = (
     "rl_jax/tools/fetch_smollm2.py", "rl_jax/tools/check_env.py", "rl_jax/tools/env_checks.py",
     "rl_jax/tools/reward_server.py", "rl_jax/tools/serve.py", "rl_jax/tools/trace.py", "rl_jax/http",
     "rl_jax/tools/reward_server.py", "rl_jax/tools/serve.py", "rl_jax/http", "rl_jax/viewer", "rl_jax/tools/view.py",
+    "rl_jax/tools/reward_server.py", "rl_jax/tools/serve.py", "rl_jax/http",
+    "rl_jax/notebook", "rl_jax/tools/replay.py", "rl_jax/tools/recorded.py",
     "envs", "mesh_configs",
 )  # fmt: skip
 
@@ -590,7 +583,7 @@ DISTRIBUTION = {"ml_collections": "ml-collections", "absl": "absl-py", "reasonin
 EXTRAS = {"jetstream": "google-jetstream", "ray": "ray", "rich": "rich", "jsonschema": "jsonschema",
           "math_verify": "math-verify", "textarena": "textarena", "uvicorn": "uvicorn"}  # fmt: skip
 # Extras of several packages.
-TOGETHER = {"serve": ("fastapi", "pydantic", "starlette", "uvicorn")}
+TOGETHER = {"serve": ("fastapi", "pydantic", "starlette", "uvicorn"), "notebook": ("ipykernel", "matplotlib")}  # fmt: skip
 
 
 def test_dependencies_are_what_is_imported():
