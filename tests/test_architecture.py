@@ -57,52 +57,29 @@ ROWS = {
 
 # Files and folders of rl_jax/ whose part has another name than theirs.
 PART = {
-    "types": "records",
-    "clock": "records",
-    "waits": "records",
-    "asgi": "records",
-    "strict_json": "records",
-    "disk": "records",
-    "lowering": "records",
-    "settings": "records",
-    "settings_watch": "records",
-    "timeline": "records",
-    "schema": "records",
-    "__init__": "records",
-    "engine": "serving",
-    "serve": "serving",
-    "config": "config",
-    "overrides": "config",
-    "validate": "config",
-    "validate_cluster": "config",
-    "validate_rewards": "config",
-    "role_source": "config",
-    "model_source": "config",
-    "configs": "config",
-    "progress": "metrics",
-    "live_view": "metrics",
-    "advice": "metrics",
-    "signals": "backend",
-    "child": "backend",
-    "ray_cluster": "cluster",
-    "run_dir": "run_dir",
-    "console": "run_dir",
-    "resume": "run_dir",
-    "driver": "driver",
-    "recorder": "driver",
-    "first_step": "driver",
-    "profiling": "driver",
-    "guards": "driver",
-    "warm_start": "driver",
-    "names": "config",
-    **dict.fromkeys(
-        (
+    name: part
+    for part, names in {
+        "records": (
+            "types clock waits asgi strict_json disk lowering settings settings_watch "
+            "timeline schema __init__"
+        ),
+        "serving": "engine serve",
+        "config": (
+            "config overrides validate validate_cluster validate_rewards role_source "
+            "model_source configs names"
+        ),
+        "metrics": "progress live_view advice",
+        "backend": "signals child",
+        "cluster": "ray_cluster",
+        "run_dir": "run_dir console resume",
+        "driver": "driver recorder first_step profiling guards warm_start",
+        "launch": (
             "job wiring outset serving learning learner_process exit_codes dry_run "
-            "plan_record pool_facts build_roles preflight preflight_cluster preflight_model "
-            "supervised start report launch"
-        ).split(),
-        "launch",
-    ),
+            "plan_record pool_facts build_roles preflight preflight_cluster "
+            "preflight_model supervised start report launch"
+        ),
+    }.items()
+    for name in names.split()
 }
 
 # Third-party packages that only some parts may import, by the reason of design: one place each.
