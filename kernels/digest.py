@@ -13,8 +13,9 @@ which a digest of the logical array would not.
 Must not: gather a parameter, or hold one in another dtype.
 """
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -71,6 +72,12 @@ class PendingDigest:
 def digest_arrays(params: Mapping[str, jax.Array], dtype=None) -> dict[str, np.ndarray]:
     """Digest of each parameter: name -> u32[2] on the host. See `start`."""
     return start(params, dtype).result()
+
+
+def of_all(values: Mapping[str, Sequence[int] | np.ndarray]) -> str:
+    """One hex word of the digests of all parameters: name -> two uint32, in any order of names."""
+    text = "".join(f"{name} {int(a)} {int(b)}\n" for name, (a, b) in sorted(values.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def start(params: Mapping[str, jax.Array], dtype=None) -> PendingDigest:

@@ -53,6 +53,12 @@ class Setting:
     resolve: Callable[[str, Mapping[str, Any]], Any]
     note: Callable[[str], None]
     mode: str
+    is_reader: bool = False  # nothing is written into `run`
+
+    @property
+    def dump_dir(self) -> Path | None:
+        """Where batches go whose update is not finite."""
+        return None if self.is_reader else self.run / "quarantine"
 
     @property
     def reads(self) -> bool:
@@ -111,7 +117,7 @@ def make_roles(job: Setting, policy: Learner | RewardModel) -> Roles:
         updates=c.updates,
         max_rows=job.max_rows,
         total_steps=settings.steps * c.updates or c.warmup_steps + 1,
-        dump_dir=job.run / "quarantine",
+        dump_dir=job.dump_dir,
     )
     return Roles(policy, critic, c.head_start)
 

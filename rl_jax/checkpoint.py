@@ -171,7 +171,7 @@ class Checkpointer:
         self.wait()
         self._sweep()
         for step in sorted(self._steps(), reverse=True):
-            if (fault := self._fault(step)) is None:
+            if (fault := self.fault(step)) is None:
                 return step
             self._quarantine(step, fault)
         return None
@@ -274,12 +274,12 @@ class Checkpointer:
 
     def _require(self, step: int) -> None:
         """Raises: CheckpointError naming why the step cannot be used."""
-        if (fault := self._fault(step)) is not None:
+        if (fault := self.fault(step)) is not None:
             raise CheckpointError(
                 f"checkpoint step_{step} in {self.directory} cannot be used: {fault}"
             )
 
-    def _fault(self, step: int) -> str | None:
+    def fault(self, step: int) -> str | None:
         """Why a step cannot be used; None if all its bytes verify. Asked once a process and step."""
         if step in self._verified:
             return None

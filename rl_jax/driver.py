@@ -9,6 +9,8 @@ One step s turns version s-1 into s:
 Synchronous and asynchronous training differ by one integer, `rollout.max_staleness`, which only the rollout's admission
 and the buffer's sweep read; staleness_policy=adaptive moves it there, below that, between two steps. Evaluation happens
 between steps, so one version serves all of it.
+Whoever wants to stop between two steps and go on (a notebook's cells) calls `open`, `advance` and `finish`, which `run`
+calls in a row; `hold`, from any thread or a signal, makes `advance` return where no step is half done.
 
 Must not: know an environment, a text, a kernel or a mesh; catch what it cannot handle.
 """
@@ -45,6 +47,10 @@ SAVED = "rollout_only"  # why an episode that was saved and not trained is DROPP
 
 class SyncFailed(RuntimeError):
     """Weights could not be published within the retries; at max_staleness 0 nothing else can go on."""
+
+
+class Held(RuntimeError):
+    """`hold` was called: the loop stands where it can go on, nothing is half done, nothing was saved for it."""
 
 
 # What ends a run though nothing is wrong with what it learned.
@@ -100,29 +106,88 @@ class Driver:
         self._steering = steering
         self.guards = Guards(settings.guards, settings.model.dtype)
         self._limits, self._slots_idle_s = Limits(settings.rollout.max_staleness), 0.0
-        self._stop: int | None = (
-            None  # the signal that asked to stop, seen between steps and while waiting
-        )
+        # the signal that asked to stop, seen between steps and while waiting
+        self._stop: int | None = None
         self._interrupt: on_signal | None = None
         self._saved = state.version  # the version saved last, or that of the start
-        self._is_between = True  # two steps: learner, version and ledger are of one step
+        self.is_between = True  # two steps: learner, version and ledger are of one step
+        self.is_held = False
         if steering is not None:
             steering.begin(self)
 
     def run(self) -> DriverState:
-        """Raises SyncFailed, Preempted, and what buffer.take and learner.step raise."""
+        """A whole run of episodes or of rows: every step up to the last.
+
+        Raises SyncFailed, Preempted, and what buffer.take, stream.next and learner.step raise.
+        """
+        with self._signals(), self.kept():
+            self.open()
+            self.advance(self.settings.steps)
+            self.finish()
+        return self.state
+
+    def open(self) -> None:
+        """Before the first step: the start's weights are served. Raises as run()."""
         p = self.parts
-        p.buffer.select = p.algorithm.select  # here only: what is not trained is not filtered
-        if self.settings.rollout.staleness_policy == ADAPTIVE:
-            self.state.bound = self.state.bound or Bound.first(self._limits)
-            p.rollout.set_bound(self.state.bound.now)
-        with self._signals(), self._kept():
+        if p.stream is None:
+            p.buffer.select = p.algorithm.select  # here only: what is not trained is not filtered
+            if self.settings.rollout.staleness_policy == ADAPTIVE:
+                self.state.bound = self.state.bound or Bound.first(self._limits)
+                p.rollout.set_bound(self.state.bound.now)
             self.publish(self.state.version)
-            # Saved before the drain: what that cancels is issued again by a resume with more steps.
-            self._train(self.step, self.evaluate)
+        self._keep_safe()
+
+    def advance(self, last: int) -> None:
+        """The steps up to `last`, with the evaluations and the saves that are due between them.
+
+        Raises Held, and as run(); after Held the next call goes on where this one stopped.
+        """
+        state = self.state
+        act, evaluate = self._step_and_evaluation()
+        if not state.evaluations:
+            evaluate("first")
+        elif self._is_evaluation_due() and state.evaluated < state.version:
+            evaluate("last")  # a stop cut it short
+        while state.version < last and self._goes_on(act):
+            if self._is_evaluation_due():
+                evaluate("last")
+            every = self.settings.checkpoint.every
+            if every and state.version % every == 0 and state.version < self.settings.steps:
+                self.save()
+            self._keep_safe()
+
+    def finish(self) -> None:
+        """After the last step: evaluated, saved, and nothing is in flight any more. Raises as advance()."""
+        p, (_, evaluate) = self.parts, self._step_and_evaluation()
+        if self.is_held:  # an evaluation may be over before it looks
+            raise Held(f"stopped after step {self.state.version}")
+        evaluate("last")
+        self.save()  # before the drain: what that cancels is issued again by a resume with more steps
+        if p.stream is None:
             p.rollout.drain()
             p.ledger.check(in_flight=0)
-        return self.state
+
+    @property
+    def num_unsaved(self) -> int:
+        """Steps since the last save, or since the start."""
+        return self.state.version - self._saved
+
+    def hold(self) -> None:
+        """Ask advance() to raise Held at the next place where nothing is half done; from any thread or a signal."""
+        self.is_held = True
+
+    def release(self) -> None:
+        """Forget hold()."""
+        self.is_held = False
+
+    def rested(self, num_tokens: int) -> None:
+        """Time passed outside of the loop, in which `num_tokens` tokens were sampled for somebody else: neither counts
+        as a step's. Call it before advance()."""
+        p = self.parts
+        if p.rollout is not None:
+            counts = p.rollout.counts()
+            self._slots_idle_s = counts["time/slots_idle_s"]
+            p.recorder.rested(counts, num_tokens)
 
     def collect(self) -> DriverState:
         """rollout_only: `steps` batches under the starting weights, saved and not trained.
@@ -158,22 +223,13 @@ class Driver:
             self.save()
         return self.state
 
-    def fit(self) -> DriverState:
-        """A supervised run: learner steps on rows of the stream; no servers, nothing sampled.
-
-        Raises Preempted, and what stream.next and learner.step raise.
-        """
-        with self._signals():
-            self._train(self._fit_step, self.measure)
-        return self.state
-
     def step(self, step: int) -> None:
         """One turn of the loop: version step-1 -> step."""
         p, cfg = self.parts, self.settings
         clock = Stopwatch(p.recorder.track, step)
         p.rollout.want(step, cfg.rollout.batch_groups, last_step=cfg.steps)
         groups = p.buffer.take(step, should_stop=self._is_called)
-        self._is_between = False
+        self.is_between = False
         selected = {**p.buffer.selection_metrics(), **p.rollout.redundancy_metrics()}
         clock.lap("time/wait_for_batch_s")
         batch, learned = self._learn(step, groups, clock)
@@ -187,17 +243,12 @@ class Driver:
         except (
             SyncFailed
         ):  # what was learned need not be lost with the servers: a resume publishes it first
-            self.state.version, self._is_between = step, True
+            self.state.version, self.is_between = step, True
             raise
         clock.lap("time/sync_s")
         p.rollout.check()
-        metrics = {
-            **learned,
-            **selected,
-            **clock.metrics(),
-            **_sync_metrics(synced),
-            **self._paused(),
-        }
+        metrics = {**learned, **selected, **clock.metrics(), **_sync_metrics(synced)}
+        metrics |= self._paused()
         counts = p.rollout.counts()
         metrics["staleness/bound"] = Metric(self._adapt(step, metrics, counts), 1)
         with self._guarded(step, groups, batch, metrics) as metrics:
@@ -213,6 +264,14 @@ class Driver:
             batch, groups, extras, p.algorithm, self.state.algorithm, cfg.algorithm
         )
         return batch
+
+    def update(self, step: int, batch: Batch) -> dict[str, Metric]:
+        """One learner step on the batch of make_batch; the learner's metrics."""
+        learned = dict(self.parts.learner.step(batch, version=step - 1))
+        algorithm = self.parts.algorithm
+        state = algorithm.learned(self.state.algorithm, learned)
+        self.state.algorithm = check_state(algorithm, "learned", state)
+        return learned
 
     def publish(self, version: int) -> SyncResult:
         """New weights to every server; a sync that ends ABORTED is retried `weights.retries` times."""
@@ -232,8 +291,9 @@ class Driver:
                     detail=result.detail,
                 )
             if result.state in ("PUBLISHED", "PARTIAL"):
-                self.state.version, self._is_between = version, True
+                self.state.version, self.is_between = version, True
                 p.rollout.published(version)
+                p.recorder.event("published", version=version, digest=result.digest)
                 return result
             if result.state == "FAILED":
                 break
@@ -299,23 +359,11 @@ class Driver:
         self._saved = self.state.version
         p.recorder.event("saved", step=self.state.version)
 
-    def _train(self, act: Callable[[int], None], evaluate: Callable[[str], None]) -> None:
-        """Every step up to the last, with the evaluations and the saves that are due between them and at the end."""
-        state = self.state
-        self._keep_safe()
-        if not state.evaluations:
-            evaluate("first")
-        elif self._is_evaluation_due() and state.evaluated < state.version:
-            evaluate("last")  # a stop cut it short
-        while self._goes_on(act):
-            if self._is_evaluation_due():
-                evaluate("last")
-            every = self.settings.checkpoint.every
-            if every and state.version % every == 0 and state.version < self.settings.steps:
-                self.save()
-            self._keep_safe()
-        evaluate("last")
-        self.save()
+    def _step_and_evaluation(self) -> tuple[Callable[[int], None], Callable[[str], None]]:
+        """What a step and an evaluation are: of episodes, or of a supervised run's rows."""
+        if self.parts.stream is not None:
+            return self._fit_step, self.measure
+        return self.step, self.evaluate
 
     def _keep_safe(self) -> None:
         """Save where the learner could not come back from its last save, or not soon."""
@@ -329,11 +377,7 @@ class Driver:
         with self.parts.recorder.doing(f"the update of step {step}"):
             batch = self.make_batch(groups)
             clock.lap("time/batch_s")
-            learned = dict(self.parts.learner.step(batch, version=step - 1))
-            algorithm = self.parts.algorithm
-            state = algorithm.learned(self.state.algorithm, learned)
-            self.state.algorithm = check_state(algorithm, "learned", state)
-            return batch, learned
+            return batch, self.update(step, batch)
 
     def _adapt(self, step: int, metrics: Mapping[str, Metric], counts: Mapping[str, float]) -> int:
         """What the step's batch was bound by; under staleness_policy=adaptive, what those from the next take on are."""
@@ -441,12 +485,12 @@ class Driver:
         self._save_and_stop(f"before step {step}")
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def kept(self) -> Iterator[None]:
         """An outage ends the run after a save of what was learned since the last one; its cause is told in any case."""
         try:
             yield
         except OUTAGES:
-            if self._is_between and self.state.version > self._saved:
+            if self.is_between and self.state.version > self._saved:
                 try:
                     self.save()
                 except Exception as error:  # boundary: it must not hide what ended the run
@@ -454,6 +498,8 @@ class Driver:
             raise
 
     def _save_and_stop(self, where: str) -> NoReturn:
+        if self._stop is None:
+            raise Held(f"stopped {where}")
         self.save()
         raise Preempted(f"stopped by signal {self._stop} {where}; saved, --resume=auto goes on")
 
@@ -473,7 +519,7 @@ class Driver:
         """Whether a signal ends the run. Raises: KeyboardInterrupt that was lost."""
         if self._interrupt is not None:
             self._interrupt.check()
-        return self._stop is not None
+        return self.is_held or self._stop is not None
 
     def _is_called(self) -> bool:
         """Whether a wait for a batch shall end: for a signal, or for what steering has to do first."""

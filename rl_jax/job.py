@@ -1,48 +1,37 @@
-"""One job: the parts of a config, built in order, run in a mode, closed in reverse.
+"""One job: checked, its run directory opened, its parts built, run in a mode, closed in reverse.
 
-Life of `run`: 1 The devices are counted, the environments' tasks and a supervised run's rows read; nothing is written
-before all is known to fit (preflight.py, supervised.py). 2 The run directory is opened. 3 Model and learner; weights
-from a checkpoint, or fresh and warm-started on scripted episodes. 4 Servers, router, rollout, sync; none where rows
-alone are trained on. 5 The Driver, in the mode asked for. 6 summary.json and the report; everything is closed, whatever
-happened.
+Life of `run` (a notebook's run calls the same `prepare`, and stops between steps): 1 The devices are counted, the
+environments' tasks and a supervised run's rows read; nothing is written before all is known to fit (preflight.py,
+supervised.py). 2 The run directory is opened. 3 Model and learner; weights from a checkpoint, or fresh and warm-started
+on scripted episodes. 4 Servers, router, rollout, sync; none where rows alone are trained on (3 and 4: wiring.py). 5 The
+Driver, in the mode asked for. 6 summary.json and the report; everything is closed, whatever happened.
 Must not: decide the order of a step (driver.py), or check a value that config.parse could check.
 """
 
 import contextlib
-import gc
-import importlib
 import logging
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from rl_jax import report
+from rl_jax import report, schema
 from rl_jax.algorithms.contract import AlgorithmRaised
 from rl_jax.algorithms.options import learns_from_rows
 from rl_jax.algorithms.plugin import make_algorithm
-from rl_jax.build_roles import Setting, make_roles, open_roles
-from rl_jax.checkpoint import Checkpointer
-from rl_jax.cluster import Cluster, learner_specs, make_cluster, make_starter, open_starter
-from rl_jax.config import ConfigError, Parsed, resolved_python
-from rl_jax.control import Reader
-from rl_jax.data.corpus import Corpus
-from rl_jax.data.stream import ExampleStream
+from rl_jax.build_roles import Setting
+from rl_jax.config import ConfigError, LaunchOptions, Parsed, resolved_python
 from rl_jax.disk import disk_full
-from rl_jax.driver import SAVED, Driver, Parts
+from rl_jax.driver import SAVED, Driver
 from rl_jax.dry_run import dry_run, write_plan
-from rl_jax.learner.flops import peak_flops
-from rl_jax.learning import Learning, LearnsElsewhere, LearnsHere
-from rl_jax.ledger import Ledger
 from rl_jax.mesh import MeshPlan, build_meshes
-from rl_jax.metrics import Metric, MetricsWriter
-from rl_jax.models.model import Model
 from rl_jax.plan_record import check_disk, plan_record
-from rl_jax.pool_facts import pool_facts
 from rl_jax.preflight import (
     Resolve,
     build_model,
@@ -55,13 +44,8 @@ from rl_jax.preflight import (
 )
 from rl_jax.preflight_cluster import check_addresses, check_backend, check_gpus
 from rl_jax.preflight_model import check_weights, history_notes
-from rl_jax.profiling import CompileSpans
 from rl_jax.progress import Progress
-from rl_jax.recorder import Recorder
-from rl_jax.remote.spec import Spec
-from rl_jax.remote.starter import Starter
 from rl_jax.resume import (
-    METRICS,
     PLAN,
     RUNS,
     auto_path,
@@ -74,11 +58,6 @@ from rl_jax.resume import (
     template_of,
 )
 from rl_jax.rollout.blocking import run_blocking
-from rl_jax.rollout.buffer import SampleBuffer
-from rl_jax.rollout.curriculum import ANY, Bandit
-from rl_jax.rollout.rollout import Rollout
-from rl_jax.rollout.scheduler import SCHEDULERS
-from rl_jax.rollout.tasks import TaskStream
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.run_dir import RunDir
 from rl_jax.settings import Settings
@@ -87,35 +66,30 @@ from rl_jax.start import (
     reads_source,
     saved_batches,
     saved_steps,
-    starting_point,
 )
-from rl_jax.steering import Steering
 from rl_jax.supervised import (
-    make_trained,
-    play_rows,
     read_rows,
-    remember_reference,
     with_steps,
 )
-from rl_jax.timeline import Traces
 from rl_jax.tokens import Renderer
-from rl_jax.types import Group, Task
-from rl_jax.validate import check
-from rl_jax.warm_start import warm_start
-from rl_jax.watching import Watch, check_watch
-from rl_jax.weights.plan import SyncPlan
-from rl_jax.weights.sync import WeightSync
+from rl_jax.watching import check_watch
+from rl_jax.wiring import (
+    Job,
+    build_driver,
+    build_live,
+    build_replay,
+    make_checkpointer,
+    make_recorder,
+    open_traces,
+)
 
 LOG = logging.getLogger(__name__)
 
-TRACES = "traces"  # the timeline's files, in the run directory
 END_STATES = ((Preempted, "preempted"), (KeyboardInterrupt, "interrupted"))  # others: "failed"
 
 
 def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resolve) -> int:
     """Run one job to its end; returns 0. pool: spawned, or None where the mode needs no environment."""
-    options, settings = parsed.options, parsed.settings
-    plan = MeshPlan.from_settings(settings.mesh, settings.model)
     # Outside the driver's loops (before them, and in --mode=eval) there is nothing that a save would keep.
     with contextlib.ExitStack() as stack:
         kept = [
@@ -123,95 +97,152 @@ def run(parsed: Parsed, pool: EnvPool | None, progress: Progress, resolve: Resol
             for number, handle in ((signal.SIGTERM, stop_at_once), (signal.SIGINT, interrupt))
         ]
         check_signals = lambda: [k.check() for k in kept]
-        if pool is not None:
-            stack.callback(lambda: run_blocking(pool.close()))
-        check_backend(settings.cluster.backend)
-        check_watch(settings.metrics)
-        if not options.dry_run:
-            check_addresses(settings.cluster)
-            check_gpus(plan, settings)
-        meshes = build_meshes(plan, present_devices(plan, "cpu" if options.dry_run else None))
-        settings = load_plugin(settings, resolve, parsed.chosen)
-        if options.mode == "eval":
-            check_eval(options.run_dir, settings, options.resume)
-        renderer = load_names(settings, plan, resolve, options.mode)
-        if pool is not None:
-            told = lambda: ", ".join(wait.text(time.monotonic()) for wait in pool.waits())
-            with progress.phase("environments", "importing them in their worker processes", told):
-                prepare_tasks(settings, pool, options.mode)
-                check_messages(settings, pool, renderer.tokenizer)
-                if not options.dry_run:  # it asks for more of them
-                    openings = check_first_prompts(settings, pool, renderer)
-                    for line in history_notes(settings, openings, renderer):
-                        progress.note(line)
-        elif options.mode == "train_only":
-            saved_steps(settings)
-            check_replay(Path(settings.rollout.replay_dir), renderer.template_sha256)
-        corpus = None
-        if options.mode == "train" and learns_from_rows(settings.algorithm, settings.data):
-            corpus = read_rows(settings, renderer)
-            settings = with_steps(settings, corpus)
-            progress.total_steps = settings.steps
-        setting = Setting(
-            settings,
-            plan,
-            meshes,
-            Path(options.run_dir or RUNS),
-            resolve,
-            progress.note,
-            options.mode,
-        )
-        model = build_model(settings, resolve, renderer.tokenizer.vocab_size)
-        where = Path(options.run_dir) if options.run_dir else auto_path(settings)[0]
-        decision = decide(where, settings, options.resume)
-        check_weights(setting, model, reads_source(settings, options.mode, decision))
-        record = plan_record(setting, model, pool, corpus)
-        record["template_sha256"] = renderer.template_sha256
-        if options.run_dir:
-            check_template(Path(options.run_dir), renderer.template_sha256, options.resume)
-        if options.dry_run:
-            dry_run(setting, model, record, renderer, pool, progress)
-            if options.run_dir:
-                write_plan(setting, record)
+        job = prepare(parsed, pool, progress, resolve, stack, check_signals)
+        if job is None:
             return 0
-        check_disk(record)
-        files = {
-            "config.resolved.py": resolved_python(settings),
-            PLAN: encode(record, indent=1) + "\n",
-        }
-        run_dir = RunDir.open(options.run_dir, settings, options.resume, files)
-        stack.callback(run_dir.close)
-        stack.push(lambda kind, error, trace: _raise_if_disk_full(error, run_dir))
-        if pool is not None:
-            pool.log_dir = run_dir.logs
-        run_dir.start_logging()
-        traces = _open_traces(run_dir, settings, stack)
-        run_dir.write_env(devices=[str(device) for device in jax.devices()])
-        for line in _opening_lines(run_dir, plan, renderer.template_sha256):
-            progress.note(line)
-        check_signals()
-        settings = replace(settings, run_id=run_dir.run_id)
-        job = Job(
-            replace(setting, settings=settings, run=run_dir.path),
-            model, run_dir, progress, renderer, pool, stack, check_signals, traces, corpus,
-        )  # fmt: skip
-        run_dir.status("running", mode=options.mode)
-        try:
+        with ending(job):
             _run_mode(job)
             check_signals()
-        except BaseException as error:
-            state = next((s for kind, s in END_STATES if isinstance(error, kind)), "failed")
-            run_dir.status(state, error=f"{type(error).__name__}: {error}".removesuffix(": "))
-            LOG.info("the run ended by", exc_info=True)  # where it came from, for driver.log only
-            if isinstance(error, KeyboardInterrupt):
-                error.args = (f"interrupted; {_goes_on(run_dir)}",)
-            _raise_if_out_of_memory(error)
-            if isinstance(error, AlgorithmRaised):
-                log = run_dir.logs / "driver.log"
-                raise AlgorithmRaised(f"{error}; its traceback is in {log}") from error
-            raise
-        run_dir.status("done")
+        job.run_dir.status("done")
     return 0
+
+
+def prepare(
+    parsed: Parsed,
+    pool: EnvPool | None,
+    progress: Progress,
+    resolve: Resolve,
+    stack: contextlib.ExitStack,
+    check_stop: Callable[[], Any],
+) -> Job | None:
+    """Everything that is checked before something is written, then the run directory; None after a dry run.
+
+    pool: as run(). stack: closes what was opened, the pool among it. check_stop: raises if a signal came and was lost.
+    """
+    options, settings = parsed.options, parsed.settings
+    plan = MeshPlan.from_settings(settings.mesh, settings.model)
+    if pool is not None:
+        stack.callback(lambda: run_blocking(pool.close()))
+    check_backend(settings.cluster.backend)
+    check_watch(settings.metrics)
+    if not options.dry_run:
+        check_addresses(settings.cluster)
+        check_gpus(plan, settings)
+    meshes = build_meshes(plan, present_devices(plan, "cpu" if options.dry_run else None))
+    settings = load_plugin(settings, resolve, parsed.chosen)
+    if options.mode == "eval":
+        check_eval(options.run_dir, settings, options.resume)
+    renderer = load_names(settings, plan, resolve, options.mode)
+    if pool is not None:
+        _check_environments(settings, pool, renderer, options, progress)
+    elif options.mode == "train_only":
+        saved_steps(settings)
+        check_replay(Path(settings.rollout.replay_dir), renderer.template_sha256)
+    corpus = None
+    if options.mode == "train" and learns_from_rows(settings.algorithm, settings.data):
+        corpus = read_rows(settings, renderer)
+        settings = with_steps(settings, corpus)
+        progress.total_steps = settings.steps
+    where = Path(options.run_dir) if options.run_dir else auto_path(settings)[0]
+    folder = Path(options.run_dir or RUNS)
+    setting = Setting(settings, plan, meshes, folder, resolve, progress.note, options.mode)
+    model = build_model(settings, resolve, renderer.tokenizer.vocab_size)
+    decision = decide(where, settings, options.resume)
+    check_weights(setting, model, reads_source(settings, options.mode, decision))
+    record = plan_record(setting, model, pool, corpus)
+    record["template_sha256"] = renderer.template_sha256
+    if options.run_dir:
+        check_template(Path(options.run_dir), renderer.template_sha256, options.resume)
+    if options.dry_run:
+        dry_run(setting, model, record, renderer, pool, progress)
+        if options.run_dir:
+            write_plan(setting, record)
+        return None
+    check_disk(record)
+    run_dir = _open_run_dir(options, settings, record, stack)
+    traces = open_traces(run_dir, settings, stack)
+    if pool is not None:
+        pool.log_dir = run_dir.logs
+    for line in _opening_lines(run_dir, plan, renderer.template_sha256):
+        progress.note(line)
+    check_stop()
+    settings = replace(settings, run_id=run_dir.run_id)
+    job = Job(
+        replace(setting, settings=settings, run=run_dir.path),
+        model, run_dir, progress, renderer, pool, stack, check_stop, traces, corpus,
+    )  # fmt: skip
+    run_dir.status("running", mode=options.mode)
+    return job
+
+
+def _check_environments(
+    settings: Settings,
+    pool: EnvPool,
+    renderer: Renderer,
+    options: LaunchOptions,
+    progress: Progress,
+) -> None:
+    """Their tasks and first prompts."""
+    told = lambda: ", ".join(wait.text(time.monotonic()) for wait in pool.waits())
+    with progress.phase("environments", "importing them in their worker processes", told):
+        prepare_tasks(settings, pool, options.mode)
+        check_messages(settings, pool, renderer.tokenizer)
+        if not options.dry_run:  # it asks for more of them
+            openings = check_first_prompts(settings, pool, renderer)
+            for line in history_notes(settings, openings, renderer):
+                progress.note(line)
+
+
+def _open_run_dir(
+    options: LaunchOptions,
+    settings: Settings,
+    record: Mapping[str, Any],
+    stack: contextlib.ExitStack,
+) -> RunDir:
+    """Locked and written; what runs the attempt is its first event. record: of plan_record."""
+    files = {
+        "config.resolved.py": resolved_python(settings),
+        PLAN: encode(record, indent=1) + "\n",
+    }
+    run_dir = RunDir.open(options.run_dir, settings, options.resume, files)
+    stack.callback(run_dir.close)
+    stack.push(lambda kind, error, trace: _raise_if_disk_full(error, run_dir))
+    run_dir.start_logging()
+    run_dir.write_env(devices=[str(device) for device in jax.devices()])
+    changing = {"steps": settings.steps, "guards": schema.to_tree(settings.guards)}
+    run_dir.event("attempt", mode=options.mode, **changing, **machine())
+    return run_dir
+
+
+def machine() -> dict[str, str]:
+    """What decides, beside the config, which bits a step computes; a replay compares it."""
+    device = jax.devices()[0]
+    return {
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "xla_flags": " ".join(sorted(os.environ.get("XLA_FLAGS", "").split())),
+    }
+
+
+@contextlib.contextmanager
+def ending(job: Job) -> Iterator[None]:
+    """Whatever ends the block stands in STATUS.json and in the log, and says how to go on."""
+    run_dir = job.run_dir
+    try:
+        yield
+    except BaseException as error:
+        state = next((s for kind, s in END_STATES if isinstance(error, kind)), "failed")
+        run_dir.status(state, error=f"{type(error).__name__}: {error}".removesuffix(": "))
+        LOG.info("the run ended by", exc_info=True)  # where it came from, for driver.log only
+        if isinstance(error, KeyboardInterrupt):
+            error.args = (f"interrupted; {_goes_on(run_dir)}",)
+        _raise_if_out_of_memory(error)
+        if isinstance(error, AlgorithmRaised):
+            log = run_dir.logs / "driver.log"
+            raise AlgorithmRaised(f"{error}; its traceback is in {log}") from error
+        raise
 
 
 def _raise_if_out_of_memory(error: BaseException) -> None:
@@ -259,341 +290,38 @@ def _goes_on(run_dir: RunDir) -> str:
     )
 
 
-@dataclass
-class Job:
-    """What every step of building needs."""
-
-    setting: Setting
-    model: Model
-    run_dir: RunDir
-    progress: Progress
-    renderer: Renderer
-    pool: EnvPool | None
-    stack: contextlib.ExitStack  # closes what was opened, in reverse
-    check_stop: Callable[[], None]  # raises Preempted if SIGTERM came and its exception was lost
-    traces: Traces  # its timeline
-    corpus: Corpus | None = None  # of data.path, where the run is supervised
-    watch: Watch = None  # type: ignore[assignment]  # by _recorder
-
-    @property
-    def settings(self) -> Settings:
-        return self.setting.settings
-
-
 def _run_mode(job: Job) -> None:
-    setting, settings, model = job.setting, job.settings, job.model
-    mode, decision = setting.mode, job.run_dir.decision
-    checkpointer = Checkpointer(
-        job.run_dir.path, settings.checkpoint, keep_oldest=mode == "rollout_only"
-    )
-    job.stack.callback(checkpointer.finish)
-    recorder = _recorder(job)
-    _begin_timeline(job, recorder)
+    setting, settings, mode = job.setting, job.settings, job.setting.mode
+    if mode == "train":
+        driver = build_driver(job)
+        driver.run()
+        return tell_end(job, driver)
+    checkpointer, recorder = make_checkpointer(job), make_recorder(job)
     algorithm = make_algorithm(settings.algorithm, setting.resolve)
-    if setting.reads:
-        return _fit(job, algorithm, checkpointer, recorder)
-    others = learner_specs(setting.plan, settings)
+    build = build_replay if mode == "train_only" else build_live
+    driver = build(job, algorithm, checkpointer, recorder)
     if mode == "train_only":
-        learning = _learning(job, algorithm, checkpointer, _starter(job, others))
-        with job.progress.doing("the weights of the start"):
-            state, _ = learning.begin()
-        waits = (learning.waits, recorder.waits)
-        job.progress.start_heartbeat(lambda: "saved episodes", waits)
-        job.watch.name_endpoints(others)
-        learning.open()
-        parts = Parts(
-            learning.roles, None, None, None, None, algorithm, learning.checkpointer, recorder, {}
-        )
-        driver = Driver(parts, settings, state, _steering(job, recorder))
-        driver.replay(saved_batches(settings, after=state.version))
+        driver.replay(saved_batches(settings, after=driver.state.version))
+    elif mode == "rollout_only":
+        driver.collect()
     else:
-        cluster = make_cluster(
-            setting.plan, setting.meshes, model, settings, job.renderer.template_sha256,
-            job.run_dir.logs,
-        )  # fmt: skip
-        cluster.trace(job.traces)
-        job.stack.callback(cluster.close)
-        learning = _learning(job, algorithm, checkpointer, cluster.starter)
-        with job.progress.doing("the weights of the start"):
-            begun = None if others else learning.begin()
-        _import_before_threads()
-        cluster.start()  # they compile from now on, beside all that follows
-        for line in cluster.commands:
-            job.progress.note(line)
-        _move_workers(job, cluster)
-        state, extra = begun or learning.begin()
-        parts = _live_parts(job, cluster, learning, algorithm, recorder, extra)
-        driver = Driver(parts, settings, state, _steering(job, recorder))
-        if mode == "train" and 0 < settings.steps <= state.version:
-            job.progress.note(
-                f"version {state.version} is past steps={settings.steps}: nothing is trained; raise --config.steps"
-            )
-        if decision.resume_from is None and setting.warms_up:
-            _warm_start(job, cluster, learning, parts)
-        learning.open()
-        _settle(job, cluster)
-        job.check_stop()
-        if mode == "train":
-            driver.run()
-        elif mode == "rollout_only":
-            driver.collect()
-        else:
-            driver.publish(state.version)
-            driver.evaluate("last")
-    ledger = driver.parts.ledger
-    episodes = ledger.counts() if ledger is not None else {}
-    saved = {"saved": ledger.num_dropped(SAVED)} if mode == "rollout_only" else {}
-    summary = recorder.summary(driver.state.evaluations, episodes, **saved)
-    for line in report.closing_lines(job.run_dir, mode, summary, driver.state.version, settings):
+        driver.publish(driver.state.version)
+        driver.evaluate("last")
+    tell_end(job, driver)
+
+
+def tell_end(job: Job, driver: Driver) -> None:
+    """summary.json, and what a person reads after a run."""
+    recorder, state, mode = driver.parts.recorder, driver.state, job.setting.mode
+    if job.setting.reads:
+        assert job.corpus is not None, "build_rows has it"
+        recorder.summary({}, {}, held_out=state.evaluations, data=dict(job.corpus.counts))
+        lines = report.fitted_lines(job.run_dir, job.settings, state)
+    else:
+        ledger = driver.parts.ledger
+        episodes = ledger.counts() if ledger is not None else {}
+        saved = {"saved": ledger.num_dropped(SAVED)} if mode == "rollout_only" else {}
+        summary = recorder.summary(state.evaluations, episodes, **saved)
+        lines = report.closing_lines(job.run_dir, mode, summary, state.version, job.settings)
+    for line in lines:
         job.progress.note(line)
-
-
-def _starter(job: Job, specs: Sequence[Spec]) -> Starter | None:
-    """What starts the learner's processes where there are no servers. Raises: ServersNotReady."""
-    if not specs:
-        return None
-    starter = make_starter(job.settings.cluster, job.run_dir.logs, specs)
-    starter.traces = job.traces
-    job.stack.callback(starter.close)
-    open_starter(starter, specs)
-    for line in starter.commands:
-        job.progress.note(line)
-    return starter
-
-
-def _learning(
-    job: Job, algorithm: Any, checkpointer: Checkpointer, starter: Starter | None
-) -> Learning:
-    """Where the config says that the policy trains. starter: of the learner's processes, if it has any."""
-    setting, model, decision = job.setting, job.model, job.run_dir.decision
-    if not setting.settings.cluster.learner_processes:
-        here = LearnsHere(setting, model, algorithm, decision, checkpointer)
-        here.trace(job.traces)
-        return here
-    assert starter is not None, "whoever asks for processes made it"
-    learning = LearnsElsewhere(setting, model, decision, starter, job.run_dir.event)
-    job.stack.callback(learning.roles.close)
-    return learning
-
-
-def _move_workers(job: Job, cluster: Cluster) -> None:
-    """To where the cluster puts them, if not here; they end before what started them is closed."""
-    pool, place = job.pool, cluster.worker_place
-    if pool is not None and place is not None:
-        job.stack.callback(lambda: run_blocking(pool.close()))
-        pool.move(place)
-
-
-def _import_before_threads() -> None:
-    """What replaces builtins.__import__ while it is imported (etils' lazy imports) must be done before servers compile:
-    a thread that imports meanwhile, as JAX does while it traces, gets a lazy module in place of a class."""
-    for name in ("grain", "orbax.checkpoint"):
-        importlib.import_module(name)
-
-
-def _fit(job: Job, algorithm: Any, checkpointer: Checkpointer, recorder: Recorder) -> None:
-    """A supervised run: a learner and a stream of rows; no servers."""
-    setting, settings, progress = job.setting, job.settings, job.progress
-    corpus = job.corpus
-    if corpus is None:
-        assert job.pool is not None
-        with progress.phase("scripted episodes"):
-            corpus = play_rows(settings, job.pool, job.renderer)
-    progress.note(corpus.describe())
-    job.run_dir.event("data", digest=corpus.digest, **corpus.counts)
-    roles = make_roles(setting, make_trained(setting, job.model, algorithm))
-    roles.trace(job.traces.track("train/learner"))
-    state, extra, source = starting_point(setting, job.run_dir.decision, checkpointer, roles)
-    open_roles(setting, roles, source)
-    if roles.frozen:
-        with progress.phase("reference", "the log-probs of every row, once"):
-            remember_reference(roles, corpus, settings)
-    stream = ExampleStream(corpus.train, corpus.digest, settings.data, settings.seed)
-    job.stack.callback(stream.close)
-    if extra:
-        stream.restore(extra["rows"])
-    progress.start_heartbeat(lambda: "rows", (stream.waits, checkpointer.waits))
-    parts = Parts(
-        roles, None, None, None, None, algorithm, checkpointer, recorder, {}, stream,
-        corpus.held_out,
-    )  # fmt: skip
-    driver = Driver(parts, settings, state, _steering(job, recorder))
-    driver.fit()
-    held_out = driver.state.evaluations
-    recorder.summary({}, {}, held_out=held_out, data=dict(corpus.counts))
-    for line in report.fitted_lines(job.run_dir, settings, driver.state):
-        progress.note(line)
-
-
-# --- the parts ---
-
-
-def _live_parts(
-    job: Job,
-    cluster: Cluster,
-    learning: Learning,
-    algorithm: Any,
-    recorder: Recorder,
-    extra: Mapping[str, Any],
-) -> Parts:
-    """Rollout and sync around the cluster and the learner; all started."""
-    settings, stack, pool, learner = job.settings, job.stack, job.pool, learning.roles.policy
-    model = learner.model
-    assert pool is not None, "every mode but train_only has environments"
-    targets = cluster.watched_targets(settings.weights.deadline_s)
-    plan = SyncPlan.build(
-        model.abstract, model.logical_axes, learner.mesh, learner.param_shardings,
-        targets, settings.model.dtype, settings.weights,
-    )  # fmt: skip
-    transport = learning.transport(plan) if learning.transport is not None else None
-    sync = WeightSync(plan, targets, settings.weights, transport)
-    sync.track = job.traces.track("sync")
-    stack.callback(sync.close)
-    ledger = Ledger(job.run_dir.ledger, settings.run_id)
-    stack.callback(ledger.close)
-    tags = [source.tag for source in settings.tasks.sources]
-    chooses = settings.tasks.curriculum.name != "none"
-    stream = TaskStream(
-        {tag: pool.list_tasks(tag, "train") for tag in tags}, settings.seed, settings.tasks.shuffle,
-        Bandit(tags, settings.seed, settings.tasks.curriculum) if chooses else None,
-    )  # fmt: skip
-    buffer = SampleBuffer(settings.rollout, ledger, (ANY,) if chooses else tags)
-    rollout = Rollout(
-        cluster.router, stream, pool, job.renderer, buffer, ledger,
-        job.setting.resolve(settings.rollout.scheduler, SCHEDULERS)(), settings.rollout,
-        run_id=settings.run_id, seed=settings.seed, context=settings.engine.context,
-        row_tokens=settings.learner.row_tokens, vocab_size=job.model.vocab_size,
-        turn_deadline_s=settings.serve.turn_deadline_s,
-        stop_deadline_s=settings.serve.stop_deadline_s,
-        rewards=settings.rewards, sources=settings.tasks.sources,
-        quarantine_dir=job.run_dir.path / "quarantine",
-    )  # fmt: skip
-    rollout.gone = cluster.gone
-    rollout.trace(job.traces)
-    stack.callback(rollout.close)
-    rollout.start()
-    if "stream" in extra:
-        if job.setting.owns(job.run_dir.decision.resume_from):
-            ledger.check_seq(extra["ledger_seq"])
-        ledger.void(extra["version"])
-        job.traces.track("run/facts").mark("resumed", version=extra["version"])
-        stream.restore(extra["stream"])
-        rollout.issue_again([stream.task(epoch, index) for epoch, index in extra["pending"]])
-    job.traces.track("run/facts").mark("ledger", seq=ledger.seq)
-    waits = (rollout.waits, cluster.waits, learning.waits, ledger.waits)
-    recorder.watch(cluster.counters, rollout.status, waits)
-    specs = cluster.specs or learner_specs(job.setting.plan, settings)
-    job.watch.attach(cluster, rollout, specs)
-    cluster.router.tell = recorder.event
-    evaluations = evaluation_tasks(settings, pool)
-    return Parts(
-        learning.roles, rollout, buffer, ledger, sync, algorithm, learning.checkpointer, recorder,
-        evaluations,
-    )  # fmt: skip
-
-
-def _settle(job: Job, cluster: Cluster) -> None:
-    """Wait for the servers' programs, then put what exists by now out of the garbage collector's sight.
-
-    Tracing a big model leaves so many objects alive that each full collection takes 0.2 to 0.4 s, in which no server
-    starts its next block: the collector stops every thread.
-    """
-    with job.progress.phase("servers", "compiling their programs", cluster.doing):
-        cluster.wait_ready(job.settings.serve.compile_deadline_s)
-    gc.collect()
-    gc.freeze()
-    job.stack.callback(
-        gc.unfreeze
-    )  # a notebook's or a test's process runs many jobs, and outlives them
-
-
-def evaluation_tasks(settings: Settings, pool: EnvPool) -> dict[str, Sequence[Task]]:
-    """name -> pinned tasks: each tag's eval split under its tag, each further held-out split under tag_split.
-
-    A split with fewer than eval.episodes tasks is played in turns: each episode samples with a seed of its own.
-    """
-    found: dict[str, Sequence[Task]] = {}
-    for source in settings.tasks.sources:
-        for split in pool.splits(source.tag):
-            if split == "train":
-                continue
-            name = source.tag if split == "eval" else f"{source.tag}_{split}"
-            tasks = pool.list_tasks(source.tag, split)
-            found[name] = [tasks[i % len(tasks)] for i in range(settings.eval.episodes)]
-    return found
-
-
-def _open_traces(run_dir: RunDir, settings: Settings, stack: contextlib.ExitStack) -> Traces:
-    """The timeline of this attempt, with what this process compiles; closed after all that is opened from now on."""
-    where = run_dir.path / TRACES / f"attempt_{run_dir.attempt}"
-    traces = Traces(where, run_dir.attempt, settings.metrics.timeline_bytes)
-    stack.callback(traces.close)
-    stack.callback(CompileSpans(traces.timeline).close)
-    return traces
-
-
-def _begin_timeline(job: Job, recorder: Recorder) -> None:
-    """What a reader of the timeline must know first; the event has the time of day of its clock."""
-    facts = pool_facts(job.setting, job.model)
-    devices = {name: pool["devices"] for name, pool in facts["pools"].items()}
-    trains = next((name for name, pool in facts["pools"].items() if pool["trains"]), "")
-    recorder.trace(job.traces, devices, trains)
-    if job.traces.is_on:
-        job.traces.track("run/facts").mark("pools", mode=job.setting.mode, **facts)
-        job.run_dir.event("timeline", path=f"{TRACES}/attempt_{job.run_dir.attempt}")
-
-
-def _recorder(job: Job) -> Recorder:
-    if job.run_dir.decision.resume_step and job.setting.owns(job.run_dir.decision.resume_from):
-        file = job.run_dir.path / METRICS
-        if not file.exists() or not file.stat().st_size:
-            LOG.warning("%s is gone: the rows of the steps before are lost; the run goes on", file)
-    decode = job.renderer.tokenizer.decode
-    watch = Watch.open(job.settings, job.run_dir, job.progress, decode, job.setting.resolve)
-    job.stack.callback(watch.close)
-    writer = MetricsWriter(job.run_dir.path, job.run_dir.attempt, on_row=watch.on_row)
-    job.stack.callback(writer.close)
-    recorder = Recorder(
-        job.run_dir, writer, job.progress, job.settings.metrics, decode,
-        peak_flops(job.setting.meshes.train), feeds=watch.feeds,
-    )  # fmt: skip
-    job.stack.callback(recorder.close)
-    job.watch = watch
-    return recorder
-
-
-def _steering(job: Job, recorder: Recorder) -> Steering:
-    settings, run, mode = job.settings, job.run_dir, job.setting.mode
-    steering = Steering(
-        Reader(run.path, run.attempt), recorder, lambda s: check(s, mode), mode,
-        settings.rollout.max_staleness,
-    )  # fmt: skip
-    job.stack.callback(steering.refuse_rest, "the run has ended")
-    job.watch.is_paused = lambda: steering.is_paused
-    return steering
-
-
-def _warm_start(job: Job, cluster: Cluster, learning: Learning, parts: Parts) -> None:
-    """Supervised steps on scripted episodes; leaves version 0 in the policy, with a fresh optimizer."""
-    settings, pool, cfg, recorder = job.settings, job.pool, job.settings.warm_start, parts.recorder
-    assert pool is not None
-    groups: list[Group] = []
-    with job.progress.phase("scripted episodes"):
-        for source in settings.tasks.sources:
-            if source.script_episodes:
-                tasks = pool.list_tasks(source.tag, "train")
-                groups += parts.rollout.scripted(tasks, source.script_episodes, source.script_skill)
-    teacher = learning.teacher()
-    done = "compiling"
-
-    def record(step: int, metrics: Mapping[str, Metric]) -> None:
-        nonlocal done
-        recorder.warm_start(step, metrics)
-        job.check_stop()
-        cluster.check()  # minutes before anybody would ask it for something
-        done = f"step {step} of {cfg.steps}, loss {metrics['policy/loss'].mean:.3f}"
-
-    with job.progress.phase("warm start", "the first step compiles", lambda: done):
-        loss = warm_start(teacher, groups, cfg, settings.seed, record)
-    learning.adopt(teacher)
-    job.progress.note(f"warm start ended at a loss of {loss:.3f} nats a token")

@@ -362,6 +362,8 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
         except ValueError:  # the last line of a killed process
             continue
         if rows and row["attempt"] > rows[-1]["attempt"]:
-            rows = [r for r in rows if r["step"] < row["step"]]
+            # A resume may begin with an evaluation of the version that it goes on from, whose own row stays.
+            first = row["step"] + any(name.startswith("time/eval_s.") for name in row)
+            rows = [r for r in rows if r["step"] < first]
         rows.append(row)
     return rows

@@ -137,6 +137,7 @@ class Progress:
         self._status: Callable[[], str] = lambda: "the job's imports and checks"
         self._sources: tuple[Callable[[], Iterable[Wait]], ...] = ()
         self._watchdog = Watchdog(WATCH_SHARE * heartbeat_s)
+        self.is_idle = False  # nobody waits, as between a notebook's cells: no heartbeat
         self._closing = threading.Event()
         self.track: Track = OFF  # of the timeline; the job's, whose thread calls `doing`
 
@@ -222,6 +223,9 @@ class Progress:
 
     def beat(self, status: Callable[[], str]) -> float:
         """Print the heartbeat if it is due; returns the seconds until it may be due again."""
+        if self.is_idle:
+            self._last_line_s = self._last_news_s = self._clock()
+            return self.heartbeat_s
         now = self._clock()
         due_s = self._last_line_s + self.heartbeat_s
         if self._phases and self._last_line_s < self._phases[-1][2]:

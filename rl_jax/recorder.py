@@ -212,6 +212,11 @@ class Recorder:
             success=result.success,
         )
 
+    def rested(self, counts: Mapping[str, float], num_tokens: int) -> None:
+        """What passed since the last step is no step's; `num_tokens` of what was sampled meanwhile are nobody's."""
+        self._useful[1] += max(self._served().get("decode_tokens", 0.0) - num_tokens, 0.0)
+        self._idle(counts)
+
     def fitted(self, step: int, metrics: Mapping[str, Metric]) -> None:
         """The row and the line of one step of a supervised run."""
         self.steps += 1

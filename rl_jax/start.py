@@ -49,7 +49,7 @@ def make_learner(job: Setting, model: Model, algorithm: Any, **changes: Any) -> 
         max_rows=most_rows,
         temperature=job.temperature,
         total_steps=total_steps,
-        dump_dir=job.run / "quarantine",
+        dump_dir=job.dump_dir,
     )
 
 

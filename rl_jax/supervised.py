@@ -106,7 +106,7 @@ def make_trained(job: Setting, model: Model, algorithm: Any) -> Learner | Reward
         settings.learner,
         max_rows=job.max_rows,
         total_steps=settings.steps or settings.learner.warmup_steps + 1,
-        dump_dir=job.run / "quarantine",
+        dump_dir=job.dump_dir,
     )
 
 

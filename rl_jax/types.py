@@ -437,6 +437,7 @@ class SyncResult:
     pause_s: float  # longest pause of any server
     detail: str = ""  # what failed, server by server; "" if PUBLISHED
     link_bytes: int = 0  # of weights that went through sockets
+    digest: str = ""  # of all parameters as served (kernels.digest.of_all), once it was known
 
 
 class SyncTarget(Protocol):

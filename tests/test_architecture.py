@@ -22,8 +22,9 @@ PACKAGES = ("rl_jax", "kernels", "envs", "mesh_configs")
 
 # Part -> row. A part imports only from lower rows and from itself. Parts of one row that belong together have one name.
 ROWS = {
+    "notebook": 8,
+    "tools": 7,
     "launch": 6,
-    "tools": 6,
     "driver": 5,
     "config": 5,
     "cluster": 5,
@@ -56,62 +57,29 @@ ROWS = {
 
 # Files and folders of rl_jax/ whose part has another name than theirs.
 PART = {
-    "types": "records",
-    "clock": "records",
-    "waits": "records",
-    **dict.fromkeys(("asgi", "exposition"), "records"),
-    "strict_json": "records",
-    "disk": "records",
-    "lowering": "records",
-    "settings": "records",
-    "settings_watch": "records",
-    "timeline": "records",
-    "schema": "records",
-    "__init__": "records",
-    "engine": "serving",
-    "serve": "serving",
-    "config": "config",
-    "overrides": "config",
-    "validate": "config",
-    **dict.fromkeys((f"validate_{part}" for part in ("cluster", "rewards", "watch")), "config"),
-    "role_source": "config",
-    "model_source": "config",
-    "configs": "config",
-    **dict.fromkeys(("trackers", "exporter"), "metrics"),
-    "progress": "metrics",
-    "live_view": "metrics",
-    "advice": "metrics",
-    "signals": "backend",
-    "child": "backend",
-    "ray_cluster": "cluster",
-    "run_dir": "run_dir",
-    **dict.fromkeys(("console", "control"), "run_dir"),
-    "resume": "run_dir",
-    "driver": "driver",
-    "recorder": "driver",
-    "first_step": "driver",
-    "profiling": "driver",
-    "guards": "driver",
-    **dict.fromkeys(("guards", "steering"), "driver"),
-    "warm_start": "driver",
-    "names": "config",
-    "job": "launch",
-    "serving": "launch",
-    "learning": "launch",
-    "watching": "launch",
-    "learner_process": "launch",
-    "exit_codes": "launch",
-    "dry_run": "launch",
-    "plan_record": "launch",
-    "pool_facts": "launch",
-    "build_roles": "launch",
-    "preflight": "launch",
-    "preflight_cluster": "launch",
-    "preflight_model": "launch",
-    "supervised": "launch",
-    "start": "launch",
-    "report": "launch",
-    "launch": "launch",
+    name: part
+    for part, names in {
+        "records": (
+            "types clock waits asgi exposition strict_json disk lowering settings settings_watch "
+            "timeline schema __init__"
+        ),
+        "serving": "engine serve",
+        "config": (
+            "config overrides validate validate_cluster validate_rewards validate_watch "
+            "role_source model_source configs names"
+        ),
+        "metrics": "progress live_view advice trackers exporter",
+        "backend": "signals child",
+        "cluster": "ray_cluster",
+        "run_dir": "run_dir console control resume",
+        "driver": "driver recorder first_step profiling guards steering warm_start",
+        "launch": (
+            "job wiring outset serving learning watching learner_process exit_codes dry_run "
+            "plan_record pool_facts build_roles preflight preflight_cluster "
+            "preflight_model supervised start report launch"
+        ),
+    }.items()
+    for name in names.split()
 }
 
 # Third-party packages that only some parts may import, by the reason of design: one place each.
@@ -131,6 +99,7 @@ ONLY_IN = {
     "rich": {"rl_jax/live_view.py"},
     "tensorboardX": {"rl_jax/trackers/tensorboard.py"},
     **{name: {f"rl_jax/trackers/{name}.py"} for name in ("wandb", "mlflow")},
+    "matplotlib": {"rl_jax/notebook/plot.py"},
     "jsonschema": {"rl_jax/rewards/json_schema.py"},
     "math_verify": {"rl_jax/rewards/math_answer.py"},
     "uvicorn": {"rl_jax/tools/reward_server.py", "rl_jax/http/server.py"},
@@ -147,17 +116,18 @@ NO_JAX = (
     "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/validate_cluster.py", "rl_jax/validate_rewards.py",
     "rl_jax/validate_watch.py", "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",
     "rl_jax/run_dir.py", "rl_jax/console.py", "rl_jax/disk.py", "rl_jax/metrics.py", "rl_jax/progress.py",
-    "rl_jax/live_view.py", "rl_jax/advice.py",
+    "rl_jax/trackers", "rl_jax/live_view.py", "rl_jax/tools/steer.py", "rl_jax/exporter.py", "rl_jax/advice.py",
     "rl_jax/trackers", "rl_jax/live_view.py", "rl_jax/tools/steer.py", "rl_jax/exporter.py", "rl_jax/advice.py",
     "rl_jax/signals.py", "rl_jax/tokens", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
-    "rl_jax/mesh/plan.py", "rl_jax/child.py",
+    "rl_jax/outset.py", "rl_jax/mesh/plan.py", "rl_jax/child.py",
     "rl_jax/sandbox",
     "rl_jax/configs", "rl_jax/rewards", "rl_jax/rollout", "rl_jax/data", "rl_jax/algorithms/__init__.py",
     "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",
     "rl_jax/models/hf_config.py", "rl_jax/models/hf_keys.py", "rl_jax/tools/convert.py",
     "rl_jax/tools/fetch_smollm2.py", "rl_jax/tools/check_env.py", "rl_jax/tools/env_checks.py",
     "rl_jax/tools/reward_server.py", "rl_jax/tools/serve.py", "rl_jax/tools/trace.py", "rl_jax/http",
-    "rl_jax/tools/reward_server.py", "rl_jax/tools/serve.py", "rl_jax/http", "rl_jax/viewer", "rl_jax/tools/view.py",
+    "rl_jax/viewer", "rl_jax/tools/view.py",
+    "rl_jax/notebook", "rl_jax/tools/replay.py", "rl_jax/tools/recorded.py",
     "envs", "mesh_configs",
 )  # fmt: skip
 
@@ -166,7 +136,7 @@ MAX_PARAMETERS = 7  # positional ones, self aside; keyword-only ones are named w
 WIDE = {  # functions with more, and why
     "rl_jax/engine/programs.py:extend": "traced once; each argument is one array of the packed chunk",
     "rl_jax/weights/plan.py:build": "both sides of the sync, as the caller holds them",
-    "rl_jax/job.py:_live_parts": "wires the parts of one job, called once",
+    "rl_jax/wiring.py:_live_parts": "wires the parts of one job, called once",
 }
 
 
@@ -588,6 +558,7 @@ EXTRAS = {"jetstream": "google-jetstream", "ray": "ray", "rich": "rich", "jsonsc
 TOGETHER = {
     "serve": ("fastapi", "pydantic", "starlette", "uvicorn"),
     "tensorboard": ("tensorboardX",),
+    "notebook": ("ipykernel", "matplotlib"),
 }
 
 

@@ -123,3 +123,11 @@ def test_digest_program_has_no_collective():
     assert not any(
         word in text for word in ("all-reduce", "all-gather", "all-to-all", "collective-permute")
     )
+
+
+def test_digest_of_all_depends_on_names_and_values_and_not_on_their_order():
+    values = {"a": (1, 2), "b": np.array([3, 4], np.uint32)}
+    word = digest.of_all(values)
+    assert word == digest.of_all({"b": (3, 4), "a": (1, 2)}) and len(word) == 32
+    others = ({"a": (1, 2), "b": (3, 5)}, {"a": (1, 2), "c": (3, 4)}, {"a": (1, 2)})
+    assert all(digest.of_all(other) != word for other in others)

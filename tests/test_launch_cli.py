@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_jax import launch
+from rl_jax import launch, outset
 from rl_jax.config import parse
 from rl_jax.rollout.worker import EnvPool
 from rl_jax.run_dir import RunDir
@@ -77,12 +77,12 @@ def test_platform_of_the_environment_is_not_overridden(tmp_path, capsys, monkeyp
 def test_mesh_for_simulated_devices_asks_for_the_cpu(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     assert parse([]).settings.mesh.platform == "cpu"
-    launch._set_backend(parse([]).settings)
+    outset.set_backend(parse([]).settings)
     assert os.environ["JAX_PLATFORMS"] == "cpu"
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     for words in (["--mesh=one_device"], ["--config.mesh.platform="]):
         settings = parse(words).settings
-        launch._set_backend(settings)
+        outset.set_backend(settings)
         assert (settings.mesh.platform, os.environ["JAX_PLATFORMS"]) == ("", "cuda")
 
 

@@ -89,6 +89,18 @@ def test_full_disk_costs_rows_not_the_run(tmp_path):
     assert writer.num_lost == 3
 
 
+def test_an_evaluation_of_the_version_that_a_resume_goes_on_from_supersedes_no_step(tmp_path):
+    for attempt, steps in ((0, (1, 2, 3)), (1, (3,))):
+        writer = MetricsWriter(tmp_path, attempt)
+        if attempt:
+            writer.write(2, {"eval/success.a": 1.0, "time/eval_s.a": 1.0})
+        for step in steps:
+            writer.write(step, {"policy/loss": float(10 * attempt + step)})
+        writer.close()
+    rows = [(r["step"], r.get("policy/loss")) for r in read_metrics(tmp_path)]
+    assert rows == [(1, 1), (2, 2), (2, None), (3, 13)]
+
+
 def test_later_attempt_supersedes_steps_that_were_lost(tmp_path):
     for attempt, steps in ((0, (1, 2, 3, 4)), (1, (3, 4, 5))):
         writer = MetricsWriter(tmp_path, attempt)

@@ -22,7 +22,7 @@ from rl_jax.learner.flops import train_flops
 from rl_jax.learner.mismatch import mismatch_metrics
 from rl_jax.learner.rows import Rows
 from rl_jax.learner.scorer import Scorer
-from rl_jax.learner.step import Forward, make_step
+from rl_jax.learner.step import Forward, make_grad_norms, make_step
 from rl_jax.learner.trained import TrainedModel
 from rl_jax.lowering import Program
 from rl_jax.mesh import RulesLike
@@ -59,6 +59,7 @@ class Learner(TrainedModel):
             )
         rows = Rows(model, mesh, rules, settings, max_rows=max_rows)
         self._forward = forward = rows.log_probs(temperature)
+        self._teacher: Forward | None = None
         super().__init__(
             rows,
             settings,
@@ -81,6 +82,7 @@ class Learner(TrainedModel):
 
         params: in the teacher's compute dtype, on this learner's mesh; or their shapes, to lower the step from.
         """
+        self._teacher = teacher
         self._set_step(partial(make_step, self._forward, self.algorithm, teacher=teacher))
         self._beside = (params,)
 
@@ -118,6 +120,15 @@ class Learner(TrainedModel):
             sharp = self._sharp_scorer(self.params, batch)
             out[SQUARES] = np.where(batch.targets_mask, np.exp(2 * logprobs - sharp), 0)
         return {name: out[name] for name in needs}
+
+    def grad_norms(self, batch: Batch, version: int) -> dict[str, float]:
+        """By parameter, the norm of the gradient that step(batch, version) would clip and apply; nothing changes.
+
+        A program of its own: its sums may round otherwise than the step's.
+        """
+        norms = jax.jit(make_grad_norms(self._forward, self.algorithm, self._teacher))
+        found = norms(self.params, self.rows.put(batch, version), *self._beside)
+        return {name: float(norm) for name, norm in jax.device_get(found).items()}
 
     def lower(self, batch: Batch) -> Iterator[Program]:
         """As TrainedModel.lower."""

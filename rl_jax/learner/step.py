@@ -292,6 +292,25 @@ def apply_update(
     }
 
 
+def make_grad_norms(
+    forward: Forward, algorithm: Algorithm, teacher: Forward | None = None
+) -> Callable[..., dict[str, jax.Array]]:
+    """norms(params, batch) -> f32[] by parameter: of the step's summed gradient, before clipping.
+
+    With a teacher a third argument are its params, in its compute dtype.
+    """
+
+    def norms(params: Params, batch: DeviceBatch, *beside: Params) -> dict[str, jax.Array]:
+        of_teacher = None
+        if teacher is not None:
+            of_teacher = teacher_divergence(forward, algorithm, teacher, *beside)
+        loss = policy_loss(forward, algorithm, of_teacher)
+        grads = accumulate(loss, forward.cast(params), batch)["grads"]
+        return jax.tree.map(lambda g: jnp.sqrt(jnp.square(g).sum()), grads)
+
+    return norms
+
+
 def make_score(forward: Forward | ValueForward) -> Callable[[Params, DeviceBatch], jax.Array]:
     """score(params, batch) -> f32[M, R, K] of the trained tokens: log-probs of a Forward, values of a ValueForward."""
 

@@ -40,7 +40,16 @@ from rl_jax.rollout.slots import Slots
 from rl_jax.rollout.worker import EnvError
 from rl_jax.settings import EvalSettings, RewardSettings, RolloutSettings, TaskSource
 from rl_jax.timeline import Traces
-from rl_jax.types import Dropped, Group, Sampler, SchedulerPolicy, Task, Tick
+from rl_jax.types import (
+    Dropped,
+    Group,
+    Sampler,
+    SchedulerPolicy,
+    Task,
+    Tick,
+    Turn,
+    TurnRequest,
+)
 from rl_jax.waits import Wait, stack_head
 
 LOG = logging.getLogger(__name__)
@@ -217,6 +226,17 @@ class Rollout:
             return self._call(run, sampling.timeout_s + SLACK_S, should_stop)
         except (EvaluationFailed, RolloutStopped) as error:
             raise self.failed or error from None  # the cause, not that nothing could be scored
+
+    def say(self, request: TurnRequest, should_stop: Callable[[], bool] = lambda: False) -> Turn:
+        """One turn outside of any episode; blocks. It is no episode's, and in no record.
+
+        Raises TurnError, and Interrupted once should_stop() is true.
+        """
+        return self._call(self.sampler.generate(request), request.deadline_s + SLACK_S, should_stop)
+
+    def forget(self, session: str) -> None:
+        """No turn of a session that say() began follows; does not wait."""
+        self._post(self.sampler.release, session)
 
     def scripted(self, tasks: Sequence[Task], num: int, skill: float) -> list[Group]:
         """Scripted episodes for the warm start; blocks. Raises ScriptError."""

@@ -152,6 +152,7 @@ class _Attempt:
         self.out: set[str] = set()  # of the failed, those fenced in this sync
         self.stage_s = 0.0
         self.link_bytes = 0
+        self.digest = ""  # of the train state, once it is known
         self.acks: list[Ack] = []
 
     def run(self) -> SyncResult:
@@ -240,6 +241,7 @@ class _Attempt:
             raise
         except Exception as error:  # the boundary to XLA, as in stage
             return f"the train state could not be digested: {error}"
+        self.digest = digest.of_all(want.values)
         for name, got in self.collect(self.digests, "its digest").items():
             if differing := want.differing(got):
                 more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
@@ -331,6 +333,7 @@ class _Attempt:
             pause_s=max((a.pause_s for a in self.acks), default=0.0),
             detail="; ".join(text for text in (cause, *failures) if text),
             link_bytes=self.link_bytes,
+            digest=self.digest,
         )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mesh_configs import h100_8
-from rl_jax import backend, launch
+from rl_jax import backend, outset
 from rl_jax.backend import DEVICE_FLAG
 from rl_jax.cluster import learner_specs
 from rl_jax.config import ConfigError, parse
@@ -105,7 +105,7 @@ def test_a_driver_of_processes_with_gpus_takes_none(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     words = ["--mesh=h100_8", "--config.mesh.platform=gpu", "--config.cluster.backend=local"]
     settings = parse([*words, "--config.cluster.learner_processes=1"]).settings
-    launch._set_backend(settings)
+    outset.set_backend(settings)
     assert told == [MeshPlan.from_settings(settings.mesh, settings.model).num_devices]
 
 
