@@ -18,7 +18,14 @@ from typing import Any
 from rl_jax.clock import now_s
 from rl_jax.http import asks
 from rl_jax.http.asks import Ask, Served
-from rl_jax.http.completion import Delta, End, Sessions, StreamingSampler, complete
+from rl_jax.http.completion import (
+    Delta,
+    End,
+    Scored,
+    Sessions,
+    StreamingSampler,
+    complete,
+)
 from rl_jax.http.errors import ApiError, bad
 from rl_jax.http.other_apis import JetstreamReply, SglangReply, TokensReply
 from rl_jax.http.prometheus import HttpMetrics
@@ -72,6 +79,7 @@ INTERFACES = {
         ChatBody, asks.of_chat, ChatReply, lambda b: bool(b.stream),
         lambda b: {
             "logprobs": b.logprobs, "top": b.top_logprobs, "token_ids": b.return_token_ids,
+            "prompt_top": b.prompt_logprobs,
             "as_token_ids": b.return_tokens_as_token_ids,
             "usage": b.stream_options is not None and b.stream_options.include_usage,
         },
@@ -80,6 +88,7 @@ INTERFACES = {
         CompletionBody, asks.of_completion, Reply, lambda b: bool(b.stream),
         lambda b: {
             "logprobs": b.logprobs is not None, "top": b.logprobs, "token_ids": b.return_token_ids,
+            "prompt_top": b.prompt_logprobs,
             "as_token_ids": b.return_tokens_as_token_ids,
             "usage": b.stream_options is not None and b.stream_options.include_usage,
         },
@@ -93,7 +102,9 @@ INTERFACES = {
     ),
     "/inference/v1/generate": Interface(
         TokensBody, asks.of_tokens, TokensReply, lambda b: False,
-        lambda b: {"logprobs": b.sampling_params is not None and b.sampling_params.logprobs is not None},
+        lambda b: {} if (params := b.sampling_params) is None else {
+            "logprobs": params.logprobs is not None, "prompt_top": params.prompt_logprobs,
+        },
     ),
     "/v1/generate": Interface(
         JetstreamBody, asks.of_jetstream, JetstreamReply, lambda b: True, lambda b: {},
@@ -230,7 +241,7 @@ class Api:
         finally:
             await events.aclose()
 
-    async def _events(self, ask: Ask, start_s: float) -> AsyncIterator[Delta | End]:
+    async def _events(self, ask: Ask, start_s: float) -> AsyncIterator[Delta | End | Scored]:
         """complete()'s, measured."""
         metrics, first_s, num = self.metrics, None, 0
         metrics.prompt_tokens += ask.prompt_tokens
@@ -243,7 +254,7 @@ class Api:
                         metrics.ttft.add(first_s - start_s)
                     num += len(event.tokens)
                     metrics.generation_tokens += len(event.tokens)
-                else:
+                elif isinstance(event, End):
                     metrics.finished[event.finish] += 1
                     metrics.cached_tokens += event.cached_tokens
                     metrics.queue.add(event.times_s.get("queue", 0.0))
@@ -317,7 +328,7 @@ class Api:
         else:
             messages = asks.messages_of(body.messages or (), served)
             tools = asks.tools_of(body.tools, served)
-            tokens = asks.rendered(messages, tools, served).tolist()
+            tokens = asks.rendered(messages, tools, served, body.chat_template_kwargs).tolist()
         out = {"count": len(tokens), "max_model_len": served.context, "tokens": tokens}
         if body.return_token_strs:
             out["token_strs"] = [served.renderer.tokenizer.decode([token]) for token in tokens]
