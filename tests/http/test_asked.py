@@ -1,10 +1,16 @@
 """Fields beyond sampling by OpenAI's and vLLM's clients: scored and repeated prompts, least tokens, salts, options."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
+from rl_jax.http.asks import Ask, Sampling
+from rl_jax.http.completion import End, Scored, Sessions, complete
 from rl_jax.http.text import Detokenizer, TextStream
+from rl_jax.testing.fake_sampler import FakeSampler
 from rl_jax.tokens import ByteTokenizer
+from rl_jax.types import NewTokens
 
 ASK = {"prompt": "abcdef", "max_tokens": 4, "seed": 4, "ignore_eos": True}
 ENCODE = ByteTokenizer().encode
@@ -114,6 +120,44 @@ def test_no_stop_string_is_found_in_the_text_of_the_least_tokens():
         text = TextStream(Detokenizer(tokenizer), ("e t", "ee"), shows_stop=False, num_free=num)
         shown = [text.feed(token) for token in tokenizer.encode("one two three")]
         assert "".join(shown) + text.end() == told, num
+
+
+def test_min_tokens_hold_off_stop_strings(scripted):
+    scripted.say("one two three four")
+    ask = {"prompt": "x", "max_tokens": 18, "stop": "e t"}
+    texts = [
+        scripted.post("/v1/completions", {**ask, **more}).body["choices"][0]["text"]
+        for more in ({}, {"min_tokens": 5})
+    ]
+    assert texts == ["on", "one two three four"]
+
+
+def test_what_comes_before_its_prompt_is_scored_waits(scripted):
+    """The second choice is through before the first has scored the prompt of both."""
+    done = []
+
+    class Scores(FakeSampler):
+        async def generate(self, request, on_tokens=None):
+            if request.scores:
+                while not done:
+                    await asyncio.sleep(0)
+                tokens, ones = request.tokens[1:], np.ones(len(request.tokens) - 1)
+                on_tokens(NewTokens(tokens, -ones, -ones, 0, None, ones.astype(np.int32)))
+            turn = await super().generate(request, on_tokens)
+            done.append(request.scores)
+            return turn
+
+    sampler = Scores(context=64)
+    prompt = np.array([9, 10, 11], np.int32)
+    ask = Ask("a", (prompt,), Sampling(4), n=2, prompt_likely=0)
+
+    async def events():
+        api = scripted.api
+        return [e async for e in complete(ask, api.served, sampler, Sessions(sampler, 4))]
+
+    came = asyncio.run(events())
+    assert isinstance(came[0], Scored) and came[0].logprobs == (-1.0, -1.0)
+    assert done == [False, True] and sum(isinstance(e, End) for e in came) == 2
 
 
 def test_a_salt_is_a_partition_of_the_prefix_cache(world):

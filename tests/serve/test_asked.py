@@ -44,6 +44,8 @@ def test_scores_come_whole_and_before_the_first_token(kit):
 def test_scores_are_of_one_version(kit, kv):
     """A commit comes between the chunks of a prompt: all of it is scored again."""
     d = kit.decode(chunks_per_block=1)
+    score, scored = d.engine.score, []
+    d.engine.score = lambda params, *a: scored.append(int(params["offset"])) or score(params, *a)
     d.gate.close()
     busy, _ = follow(d, kit.request("busy", max_new_tokens=50))  # a block between two chunks
     d.gate.arrive()
@@ -55,6 +57,7 @@ def test_scores_are_of_one_version(kit, kv):
     reply.wait(kit.PATIENCE_S, "the commit")
     future.result(kit.PATIENCE_S), busy.result(kit.PATIENCE_S)
     assert pieces[0].version == 1 and pieces[0].tokens.tolist() == list(LONG[1:])
+    assert scored == [0, 1, 1, 1]  # chunks of 16 by the weights that were there
 
 
 def test_scores_that_are_no_numbers_fail_their_turn_alone(kit):
@@ -73,14 +76,17 @@ def test_stops_are_held_off_until_the_least_came(kit):
     stop = plain[1]
     assert len(d.turns.run(kit.request("a", context, stop_token_ids=(stop,))).tokens) == 2
     assert d.server._table.held() is None
-    turn = d.turns.run(kit.request("b", context, stop_token_ids=(stop,), min_new_tokens=5))
+    generate, asked = d.engine.generate, []
+    d.engine.generate = lambda *a, **named: asked.append("held" in named) or generate(*a, **named)
+    ask = {"stop_token_ids": (stop,), "min_new_tokens": 5, "max_new_tokens": 20}
+    turn = d.turns.run(kit.request("b", context, **ask))
     assert len(turn.tokens) >= 5 and stop not in turn.tokens[:5] and turn.tokens[1] == stop + 1
-    assert d.server._table.held() is None
+    assert asked[:2] == [True, True] and not any(asked[3:]) and len(asked) > 3  # blocks of 4
 
 
 def test_a_resumed_turn_holds_its_stops_as_the_whole_would(kit):
     d = kit.decode()
-    stop = d.engine.expected((1, 2, 3), 8)[1]
+    stop = d.engine.expected((1, 2, 3), 4)[3]
     ask = {"stop_token_ids": (stop,), "min_new_tokens": 5}
     whole = d.turns.run(kit.request("a", (1, 2, 3), **ask, max_new_tokens=8))
     context = (1, 2, 3, *whole.tokens[:3].tolist())
