@@ -59,6 +59,7 @@ from rl_jax.http.transport import (
 log = logging.getLogger(__name__)
 
 SESSION_HEADER = b"x-session-id"
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPEN = ("/health", "/v1/health", "/ready")  # asked without a token, by whoever restarts the server
 Handler = Callable[["Api", Any, Mapping[bytes, bytes], Receive, Send], Any]
 
@@ -368,12 +369,7 @@ def telling(make: Callable[[Api], Any]) -> Handler:
     async def handle(api: Api, scope: Scope, headers, receive: Receive, send: Send) -> None:
         api.check_token(scope["path"], headers)
         status, said = make(api)
-        if isinstance(said, str):
-            await send_bytes(
-                send, status, said.encode(), "text/plain; version=0.0.4; charset=utf-8"
-            )
-        else:
-            await send_json(send, status, said)
+        await send_json(send, status, said)
 
     return handle
 
@@ -383,6 +379,14 @@ def ready(api: Api) -> tuple[int, Any]:
         return 200, {"status": "ready", "weight_version": api.sampler.version()}
     why = api.stopping or "no decode server has weights, or none is live"
     return 503, ApiError(503, why, None, "not_ready").body()
+
+
+async def metrics(api: Api, scope: Scope, headers, receive: Receive, send: Send) -> None:
+    api.check_token(scope["path"], headers)
+    # Beside the loop: a server of another process is asked, and may be slow to tell.
+    gauges = await asyncio.to_thread(api.gauges)
+    text = api.metrics.text(gauges)
+    await send_bytes(send, 200, text.encode(), PROMETHEUS_TEXT)
 
 
 async def health_generate(api: Api, scope: Scope, headers, receive: Receive, send: Send) -> None:
@@ -400,7 +404,7 @@ GETS: dict[str, Handler] = {
     "/v1/health": telling(lambda api: (200, {"is_live": True})),
     "/ready": telling(ready),
     "/health_generate": health_generate,
-    "/metrics": telling(lambda api: (200, api.metrics.text(api.gauges()))),
+    "/metrics": metrics,
     "/v1/models": telling(lambda api: (200, api.models())),
 }
 POSTS: dict[str, tuple[type[Body], Handler]] = {

@@ -62,7 +62,6 @@ class DecodeServer:
     """Implements SyncTarget. All public methods may be called from any thread."""
 
     kind = "decode"
-    streams = True  # submit takes on_tokens
 
     def __init__(
         self,

@@ -155,9 +155,7 @@ class Router:
         request: TurnRequest,
         on_tokens: Callable[[NewTokens], None] | None = None,
     ) -> Turn:
-        """One turn. on_tokens: told, on the loop, of its tokens as blocks make them; never by a server that cannot
-        stream (another process's), whose Turn alone has them. Raises: TurnError.
-        """
+        """One turn. on_tokens: told, on the loop, of its tokens as blocks make them. Raises: TurnError."""
         deadline = now_s() + request.deadline_s
         placed, moved = self._place(request)
         flight = Flight(request, placed.server, on_tokens=on_tokens)
@@ -386,7 +384,7 @@ class Router:
                 loop.call_soon_threadsafe(flight.on_tokens, piece)
 
         def send(answer: Callable[[Any], None]) -> None:
-            if flight.on_tokens is None or not getattr(server, "streams", False):
+            if flight.on_tokens is None:
                 server.submit(ask, prefix, answer)
             else:
                 server.submit(ask, prefix, answer, told)
