@@ -243,13 +243,15 @@ class ProcessCluster(Cluster):
         settings: Settings,
         template_sha256: str,
         log_dir: Path,
+        *,
+        likely: int = 0,
     ):
-        """log_dir: of the processes' logs, one each, and of what else they need.
+        """log_dir: of the processes' logs, one each, and of what else they need. likely: as of build_server.
 
         Raises: ServersNotReady where they could not come to this host.
         """
         cluster, deadline_s = settings.cluster, settings.weights.deadline_s
-        specs = [_spec(server, model, settings, template_sha256) for server in plan.servers]
+        specs = [_spec(server, model, settings, template_sha256, likely) for server in plan.servers]
         specs = scraped(specs, settings.metrics, 0)
         learners = learner_specs(plan, settings)
         hosts = sorted({spec.hardware for spec in specs if spec.kind == "decode"})
@@ -385,7 +387,9 @@ def learner_specs(plan: MeshPlan, settings: Settings) -> Sequence[Spec]:
     return scraped(specs, settings.metrics, 0 if is_inproc else len(plan.servers))
 
 
-def _spec(server: ServerPlan, model: Model, settings: Settings, template_sha256: str) -> ServerSpec:
+def _spec(
+    server: ServerPlan, model: Model, settings: Settings, template_sha256: str, likely: int
+) -> ServerSpec:
     mesh = abstract_mesh(server.axes)
     family = settings.model.family
     return ServerSpec(
@@ -407,6 +411,7 @@ def _spec(server: ServerPlan, model: Model, settings: Settings, template_sha256:
             "model": MODELS.get(family, family),
             "vocab_size": model.vocab_size,
             "template_sha256": template_sha256,
+            "likely": likely,
         },
         num_devices=len(server.devices),
         platform=settings.mesh.platform,

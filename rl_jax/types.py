@@ -134,9 +134,12 @@ class TurnRequest:
     deadline_s: float = 60.0  # seconds left when sent; each hop converts to its own monotonic clock
     # a resumed turn: sampled tokens that `tokens` ends with; max_new_tokens more may come
     token_index: int = 0
-    place: str = (
-        ""  # of Sampler.capacity(): where its episode holds a slot; "" = any place of the tag
-    )
+    place: str = ""  # of Sampler.capacity(): where its slot is held; "" = any place of the tag
+    # What clients of a served model ask for, and rollout never does (JaxEngine's `likely`):
+    min_new_tokens: int = 0  # before them no stop token is sampled
+    likely: bool = False  # NewTokens.likely
+    scores: bool = False  # log-probs of its own tokens, as the first NewTokens
+    salt: str = ""  # KV is shared with requests of the same salt only
 
     @property
     def key(self) -> str:
@@ -191,6 +194,8 @@ class NewTokens:
     version: int
     # (i32[n, A], f32[n, A]) the likeliest tokens in each one's place, under the distribution that is trained
     likely: tuple[np.ndarray, np.ndarray] | None = None
+    # i32[n] places by likelihood, from 1: these are the request's own tokens from its second on, at temperature 1
+    ranks: np.ndarray | None = None
 
 
 class SourceLost(RuntimeError):
@@ -291,9 +296,7 @@ class BlockTokens:
     nan: Any  # bool[S]
     routes: Any = None
     support: Any = None  # i32[S, k, K] ids each token was sampled from, -1 padding; None = not kept
-    likely: Any = (
-        None  # (i32[S, k, A] ids, f32[S, k, A] log-probs), best first; None = not asked for
-    )
+    likely: Any = None  # (i32[S, k, A] ids, f32[S, k, A] log-probs), best first
 
 
 class Engine(Protocol):

@@ -80,11 +80,12 @@ class JaxEngine:
         likely: int = 0,
     ):
         """rules_serve: (logical axis, mesh axes) pairs of the server. support: ids that a block
-        returns of what each token was sampled from. likely: tokens that `generate` can tell of each
-        place. Allocates nothing; compiles at the first calls.
+        returns of what each token was sampled from. likely: tokens that `generate` and `score` can
+        tell of each place; 0: for clients that ask nothing beyond what rollout does, without the
+        programs for that. Allocates nothing; compiles at the first calls.
         """
         self.model, self.mesh, self.settings, self.name = model, mesh, settings, name
-        self._num_likely = likely
+        self.num_likely = min(likely, model.vocab_size)
         s = model.settings
         self.dtype = jnp.dtype(s.dtype)
         self.spec = kv_spec(s, settings)
@@ -176,6 +177,22 @@ class JaxEngine:
         )
         return replace(state, kv=kv)
 
+    def score(
+        self,
+        params: Mapping[str, jax.Array],
+        state: DecodeState,
+        tables: np.ndarray,
+        chunk: PrefillChunk,
+        targets: np.ndarray,
+    ) -> tuple[DecodeState, programs.Scores]:
+        """As append, with how likely targets i32[C] were behind the chunk's tokens. Chunks of the largest size only:
+        it is one program.
+        """
+        kv, scores = self._score(
+            params, state.kv, *self._chunk_args(chunk), self._tables(tables), targets
+        )
+        return replace(state, kv=kv), scores
+
     def arm(self, state: DecodeState, slots: np.ndarray, sampling: SlotSampling) -> DecodeState:
         """Set the slots i32[R] to generate from contexts whose KV, but for the last token's, is there."""
         rows, values = self._slot_values(slots, sampling)
@@ -187,16 +204,20 @@ class JaxEngine:
         state: DecodeState,
         tables: np.ndarray,
         *,
-        likely: bool = False,
+        held: np.ndarray | None = None,
     ) -> tuple[DecodeState, BlockTokens]:
         """One block of steps_per_block steps; the copy of its tokens to the host is already under
         way. tables: i32[slots, N] pages of each active slot, those that the block writes to included.
-        likely: tell the likeliest tokens, by another program.
+        held: i32[slots] token index below which a slot's stop tokens are not sampled. With it the likeliest tokens
+        are told, and another program runs.
         """
         used = int(np.max(np.nonzero((tables != NO_PAGE).any(axis=0))[0], initial=-1)) + 1
         width = next(bucket for bucket in self.step_buckets if bucket >= used)
-        program = self._generate_likely if likely else self._generate
-        state, made = program(params, state, np.ascontiguousarray(tables[:, :width]))
+        tables = np.ascontiguousarray(tables[:, :width])
+        if held is None:
+            state, made = self._generate(params, state, tables)
+        else:
+            state, made = self._generate_asked(params, state, tables, held)
         for array in jax.tree.leaves(made):
             array.copy_to_host_async()
         *block, support, told = made
@@ -277,10 +298,19 @@ class JaxEngine:
                 state, made = self._generate(params, state, tables)
                 jax.block_until_ready(made)
                 yield f"generate within {bucket} pages"
-                if self._num_likely:
-                    state, made = self._generate_likely(params, state, tables)
+                if self.num_likely:
+                    none = np.zeros(self.settings.slots, np.int32)
+                    state, made = self._generate_asked(params, state, tables, none)
                     jax.block_until_ready(made)
-                    yield f"generate within {bucket} pages, with the likeliest tokens"
+                    yield f"generate within {bucket} pages, with what clients ask for"
+            if self.num_likely:
+                size = self.settings.chunk_sizes[-1]
+                chunk = padding_chunk(size, self.num_requests, 1)
+                no_pages = np.full(
+                    (self.num_requests, self.settings.table_pages), NO_PAGE, np.int32
+                )
+                state, _ = self.score(params, state, no_pages, chunk, chunk.tokens)
+                yield "score"
         jax.block_until_ready(state.kv)
 
     def lower(self, *, decode: bool = True) -> Iterator[Program]:
@@ -327,8 +357,16 @@ class JaxEngine:
             donate_argnums=1,
             out_shardings=(state_out, small),
         )
-        self._generate_likely = jit(
-            partial(programs.generate, model, step=replace(self.step, likely=self._num_likely)),
+        self._score = jit(
+            partial(
+                programs.score, model, visible=self.visible_buckets[-1],
+                tile=tile_of(self.settings.chunk_sizes[-1]), likely=self.num_likely,
+            ),
+            donate_argnums=1,
+            out_shardings=(cache, small),
+        )  # fmt: skip
+        self._generate_asked = jit(
+            partial(programs.generate, model, step=replace(self.step, likely=self.num_likely)),
             donate_argnums=1,
             out_shardings=(state_out, small),
         )

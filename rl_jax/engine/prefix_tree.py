@@ -31,6 +31,7 @@ class Origin:
     version: int
     adapter: str | None = None
     owner: str | None = None  # whose KV of mixed versions it is; serves that owner only
+    salt: str = ""  # TurnRequest.salt
 
 
 @dataclass(frozen=True)

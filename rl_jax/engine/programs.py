@@ -4,9 +4,10 @@
 row. Each layer writes its k, v to the pages that the request's table lists, then attends from
 tiles: the packed queries of one request are cut into tiles of `tile` queries, and each tile reads
 its own request's pages, masked by position. Per-tile reads cost C/tile copies of a history's KV
-and no work between requests. Where all requests start at position 0 and the device has a kernel for that, the packed
-row attends to itself instead (attention.py). `generate` makes several decode steps in one dispatch, layers written
-out, one KV buffer per layer; where the device has kernels for a whole layer, the layers run by them (FusedAttend).
+and no work between requests. `score` is the same with the log-probs of what follows each token.
+Where all requests start at position 0 and the device has a kernel for that, the packed row attends to itself instead
+(attention.py). `generate` makes several decode steps in one dispatch, layers written out, one KV buffer per layer;
+where the device has kernels for a whole layer, the layers run by them (FusedAttend).
 Padding never writes: its page is out of range and the scatter drops it (mode="drop").
 Invariants: a token's KV and logits depend on its own request only, on CPU down to the bits:
 - Not on the slot, the pages, the place in the chunk, the neighbours, the block size, how a context is cut into
@@ -17,9 +18,11 @@ Invariants: a token's KV and logits depend on its own request only, on CPU down 
   extended and samples always decoded, so only a rebuilt history holds the other kind.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +44,18 @@ from rl_jax.models.model import Model
 from rl_jax.settings import ModelSettings
 from rl_jax.types import FinishReason
 
+SCORED_ROWS = 64  # tokens whose logits are there at once
+
+
+class Scores(NamedTuple):
+    """How likely the next token of each of C packed ones was."""
+
+    logprobs: jax.Array  # f32[C] at temperature 1
+    ranks: jax.Array  # i32[C] 1 + how many are likelier
+    nan: jax.Array  # bool[C] the logits held a NaN or an infinity
+    ids: jax.Array  # i32[C, A] the likeliest, best first
+    likely: jax.Array  # f32[C, A] their log-probs
+
 
 def extend(
     model: Model,
@@ -61,6 +76,57 @@ def extend(
 
     Tokens of one segment are contiguous and in order.
     """
+    packed = tokens, segment, position, lengths, tables
+    # The hidden states are not used, so XLA drops the last layer's attention and mlp.
+    return _extended(model, params, kv, packed, visible, tile, fresh)[0]
+
+
+def score(
+    model: Model,
+    params: dict[str, jax.Array],
+    kv: Cache,
+    tokens: jax.Array,  # i32[C]
+    segment: jax.Array,  # i32[C]
+    position: jax.Array,  # i32[C]
+    lengths: jax.Array,  # i32[R]
+    tables: jax.Array,  # i32[R, N]
+    targets: jax.Array,  # i32[C] what follows each token in its context
+    *,
+    visible: int,
+    tile: int,
+    likely: int,  # tokens to tell of each place
+) -> tuple[Cache, Scores]:
+    """As extend, and how likely what follows each packed token is; of padding it means nothing."""
+    packed = tokens, segment, position, lengths, tables
+    new_kv, hidden = _extended(model, params, kv, packed, visible, tile, None)
+    rows = math.gcd(len(tokens), SCORED_ROWS)  # logits of a whole chunk may not fit
+
+    def of_rows(x: tuple[jax.Array, jax.Array]) -> Scores:
+        logits = model.logits(params, x[0]).astype(jnp.float32)  # [rows, V]
+        own = jnp.take_along_axis(logits, x[1][:, None], axis=1)
+        ids, logprobs = likeliest(logits, jnp.ones(rows), likely)
+        top = logits.max(axis=1, keepdims=True)
+        total = jnp.log(jnp.exp(logits - top).sum(axis=1))
+        nan = ~jnp.isfinite(logits).all(axis=1)
+        ranks = (logits > own).sum(axis=1, dtype=jnp.int32) + 1
+        return Scores((own - top)[:, 0] - total, ranks, nan, ids, logprobs)
+
+    pieces = hidden[0].reshape(-1, rows, hidden.shape[-1]), targets.reshape(-1, rows)
+    scores = jax.lax.map(of_rows, pieces)
+    return new_kv, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), scores)
+
+
+def _extended(
+    model: Model,
+    params: dict[str, jax.Array],
+    kv: Cache,
+    packed: tuple[jax.Array, ...],  # of extend: tokens, segment, position, lengths, tables
+    visible: int,
+    tile: int,
+    fresh: ChunkAttention | None,
+) -> tuple[Cache, jax.Array]:
+    """(the cache of extend, hidden states [1, C, D])"""
+    tokens, segment, position, lengths, tables = packed
     num_pages, page_size = kv[0][0].shape[:2]
     real = segment >= 0
     page = tables[segment, position // page_size]  # [C]
@@ -82,9 +148,8 @@ def extend(
         new_kv[layer] = (k_cache, v_cache)
         return of_cache(layer, q, k_cache, v_cache) if fresh is None else of_row(layer, q, k, v)
 
-    # The hidden states are not used, so XLA drops the last layer's attention and mlp.
-    model.hidden(params, tokens[None], position[None], attend)
-    return tuple(new_kv)
+    hidden = model.hidden(params, tokens[None], position[None], attend)
+    return tuple(new_kv), hidden
 
 
 def tiles(
@@ -157,10 +222,12 @@ def generate(
     params: dict[str, jax.Array],
     state: DecodeState,
     tables: jax.Array,
+    held: jax.Array | None = None,  # i32[S]
     *,
     step: Step,
 ) -> tuple[DecodeState, tuple[jax.Array | None, ...]]:
     """`step.count` decode steps of all active slots, whose pages, also of what they will write, are tables i32[S, N].
+    held: of each slot the token index below which its stop tokens are not sampled; None: of all 0, another program.
 
     Returns: the new state and (tokens i32[S, k], logprobs f32[S, k], sampled_logprobs f32[S, k],
     valid bool[S, k], finish i8[S], slot_epoch i32[S], nan bool[S], support i32[S, k, K] or None,
@@ -177,7 +244,7 @@ def generate(
         kv, logits = decode_step(model, params, kv, slots, tables, step.attention)
         s = slots
         numbers = (s.key, s.token_index, s.temperature, s.top_p, s.top_k)
-        out = draw(logits, *numbers)
+        out = draw(logits, *numbers, **_bans(s, held, logits.shape[1]))
         slots, ended, valid = advance(slots, out.tokens, out.nan, context=step.context)
         nan |= s.active & out.nan
         likely = likeliest(logits, s.temperature, step.likely) if step.likely else None
@@ -189,6 +256,17 @@ def generate(
     *per_token, ids, likely = made
     block = (*per_token, finish, state.slots.epoch, nan, ids, likely)
     return DecodeState(kv, slots), block
+
+
+def _bans(slots: SlotState, held: jax.Array | None, vocab_size: int) -> dict[str, jax.Array]:
+    """The draw's `banned`, where anything may be held off."""
+    if held is None:
+        return {}
+    stops = slots.stop_token_ids  # [S, num_stop]
+    holds = (slots.token_index < held)[:, None] & (stops >= 0)
+    ids = jnp.where(holds, stops, vocab_size)  # out of range = no token
+    none = jnp.zeros((len(stops), vocab_size), bool)
+    return {"banned": none.at[jnp.arange(len(stops))[:, None], ids].set(True, mode="drop")}
 
 
 def decode_step(

@@ -41,24 +41,27 @@ def sample(
     top_k: Int[Array, " S"],
     *,
     support: int = 0,
+    banned: Bool[Array, "S V"] | None = None,
 ) -> Sampled:
     """One token per row.
 
     key: u32[S, 2] threefry key data. top_p >= 1 and top_k <= 0 switch a row's filter off. support: K, ids that are
     returned of what the filters left; all of them in rows with 0 < top_k <= K. 0 = none. Training
     restricts its own distribution to them, and then both sides speak of the same one.
+    banned: not sampled, before any filter; not all of a row.
     """
     logits = logits.astype(jnp.float32)
     greedy = temperature <= 0
     divisor = jnp.where(greedy, 1.0, temperature)
-    scaled = logits / divisor[:, None]
+    possible = logits if banned is None else jnp.where(banned, -jnp.inf, logits)
+    scaled = possible / divisor[:, None]
     wants_filter = ((top_k > 0) | (top_p < 1)) & ~greedy
     # Sorting the vocabulary costs more than the rest together: only where some row asks for it.
     filtered = jax.lax.cond(
         wants_filter.any(), _filtered, lambda x, wants, p, k: x, scaled, wants_filter, top_p, top_k
     )
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(key, token_index, logits.shape[-1])
-    tokens = _argmax(jnp.where(greedy[:, None], logits, filtered + noise))
+    tokens = _argmax(jnp.where(greedy[:, None], possible, filtered + noise))
     allowed = jnp.where(filtered == -jnp.inf, filtered, logits)
     return Sampled(
         tokens=tokens,
@@ -94,13 +97,17 @@ def sample_tiled(
     temperature: Float[Array, " S"],
     top_p: Float[Array, " S"],
     top_k: Int[Array, " S"],
+    *,
+    banned: Bool[Array, "S V"] | None = None,
 ) -> Sampled:
     """As `sample`, by other random numbers."""
     wants_filter = ((top_k > 0) | (top_p < 1)) & (temperature > 0)
+    is_cut = wants_filter.any() if banned is None else wants_filter.any() | banned.any()
+    filters = (wants_filter, top_p, top_k)
     # Temperatures are applied in the branches: outside, the result would be written to memory for them.
     return jax.lax.cond(
-        wants_filter.any(),
-        lambda: _draw_filtered(logits, key, token_index, temperature, (wants_filter, top_p, top_k)),
+        is_cut,
+        lambda: _draw_filtered(logits, key, token_index, temperature, filters, banned),
         lambda: _draw_unfiltered(logits, key, token_index, temperature),
     )
 
@@ -114,10 +121,12 @@ def _draw_unfiltered(logits, key, token_index, temperature) -> Sampled:
     return Sampled(tokens, logprobs, logprobs, bad)
 
 
-def _draw_filtered(logits, key, token_index, temperature, filters) -> Sampled:
+def _draw_filtered(logits, key, token_index, temperature, filters, banned) -> Sampled:
     greedy = temperature <= 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     _, mass, bad = _masses(_in_tiles(scaled))
+    if banned is not None:
+        scaled = jnp.where(banned, -jnp.inf, scaled)
     allowed = _in_tiles(_filtered(scaled, *filters))
     of_allowed = _masses(allowed)[:2]
     tokens, chosen = _draw(allowed, of_allowed, key, token_index, greedy)

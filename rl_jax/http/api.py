@@ -18,7 +18,14 @@ from typing import Any
 from rl_jax.clock import now_s
 from rl_jax.http import asks
 from rl_jax.http.asks import Ask, Served
-from rl_jax.http.completion import Delta, End, Sessions, StreamingSampler, complete
+from rl_jax.http.completion import (
+    Delta,
+    End,
+    Scored,
+    Sessions,
+    StreamingSampler,
+    complete,
+)
 from rl_jax.http.errors import ApiError, bad
 from rl_jax.http.other_apis import JetstreamReply, SglangReply, TokensReply
 from rl_jax.http.prometheus import HttpMetrics
@@ -52,6 +59,7 @@ from rl_jax.http.transport import (
 log = logging.getLogger(__name__)
 
 SESSION_HEADER = b"x-session-id"
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPEN = ("/health", "/v1/health", "/ready")  # asked without a token, by whoever restarts the server
 Handler = Callable[["Api", Any, Mapping[bytes, bytes], Receive, Send], Any]
 
@@ -72,6 +80,7 @@ INTERFACES = {
         ChatBody, asks.of_chat, ChatReply, lambda b: bool(b.stream),
         lambda b: {
             "logprobs": b.logprobs, "top": b.top_logprobs, "token_ids": b.return_token_ids,
+            "prompt_top": b.prompt_logprobs,
             "as_token_ids": b.return_tokens_as_token_ids,
             "usage": b.stream_options is not None and b.stream_options.include_usage,
         },
@@ -80,6 +89,7 @@ INTERFACES = {
         CompletionBody, asks.of_completion, Reply, lambda b: bool(b.stream),
         lambda b: {
             "logprobs": b.logprobs is not None, "top": b.logprobs, "token_ids": b.return_token_ids,
+            "prompt_top": b.prompt_logprobs,
             "as_token_ids": b.return_tokens_as_token_ids,
             "usage": b.stream_options is not None and b.stream_options.include_usage,
         },
@@ -93,7 +103,9 @@ INTERFACES = {
     ),
     "/inference/v1/generate": Interface(
         TokensBody, asks.of_tokens, TokensReply, lambda b: False,
-        lambda b: {"logprobs": b.sampling_params is not None and b.sampling_params.logprobs is not None},
+        lambda b: {} if (params := b.sampling_params) is None else {
+            "logprobs": params.logprobs is not None, "prompt_top": params.prompt_logprobs,
+        },
     ),
     "/v1/generate": Interface(
         JetstreamBody, asks.of_jetstream, JetstreamReply, lambda b: True, lambda b: {},
@@ -230,7 +242,7 @@ class Api:
         finally:
             await events.aclose()
 
-    async def _events(self, ask: Ask, start_s: float) -> AsyncIterator[Delta | End]:
+    async def _events(self, ask: Ask, start_s: float) -> AsyncIterator[Delta | End | Scored]:
         """complete()'s, measured."""
         metrics, first_s, num = self.metrics, None, 0
         metrics.prompt_tokens += ask.prompt_tokens
@@ -243,7 +255,7 @@ class Api:
                         metrics.ttft.add(first_s - start_s)
                     num += len(event.tokens)
                     metrics.generation_tokens += len(event.tokens)
-                else:
+                elif isinstance(event, End):
                     metrics.finished[event.finish] += 1
                     metrics.cached_tokens += event.cached_tokens
                     metrics.queue.add(event.times_s.get("queue", 0.0))
@@ -317,7 +329,7 @@ class Api:
         else:
             messages = asks.messages_of(body.messages or (), served)
             tools = asks.tools_of(body.tools, served)
-            tokens = asks.rendered(messages, tools, served).tolist()
+            tokens = asks.rendered(messages, tools, served, body.chat_template_kwargs).tolist()
         out = {"count": len(tokens), "max_model_len": served.context, "tokens": tokens}
         if body.return_token_strs:
             out["token_strs"] = [served.renderer.tokenizer.decode([token]) for token in tokens]
@@ -357,12 +369,7 @@ def telling(make: Callable[[Api], Any]) -> Handler:
     async def handle(api: Api, scope: Scope, headers, receive: Receive, send: Send) -> None:
         api.check_token(scope["path"], headers)
         status, said = make(api)
-        if isinstance(said, str):
-            await send_bytes(
-                send, status, said.encode(), "text/plain; version=0.0.4; charset=utf-8"
-            )
-        else:
-            await send_json(send, status, said)
+        await send_json(send, status, said)
 
     return handle
 
@@ -372,6 +379,14 @@ def ready(api: Api) -> tuple[int, Any]:
         return 200, {"status": "ready", "weight_version": api.sampler.version()}
     why = api.stopping or "no decode server has weights, or none is live"
     return 503, ApiError(503, why, None, "not_ready").body()
+
+
+async def metrics(api: Api, scope: Scope, headers, receive: Receive, send: Send) -> None:
+    api.check_token(scope["path"], headers)
+    # Beside the loop: a server of another process is asked, and may be slow to tell.
+    gauges = await asyncio.to_thread(api.gauges)
+    text = api.metrics.text(gauges)
+    await send_bytes(send, 200, text.encode(), PROMETHEUS_TEXT)
 
 
 async def health_generate(api: Api, scope: Scope, headers, receive: Receive, send: Send) -> None:
@@ -389,7 +404,7 @@ GETS: dict[str, Handler] = {
     "/v1/health": telling(lambda api: (200, {"is_live": True})),
     "/ready": telling(ready),
     "/health_generate": health_generate,
-    "/metrics": telling(lambda api: (200, api.metrics.text(api.gauges()))),
+    "/metrics": metrics,
     "/v1/models": telling(lambda api: (200, api.models())),
 }
 POSTS: dict[str, tuple[type[Body], Handler]] = {

@@ -67,7 +67,8 @@ class Served:
 class Sampling:
     """How every choice of a request samples."""
 
-    max_new_tokens: int
+    max_new_tokens: int  # 0: nothing is sampled, but the prompt scored or repeated
+    min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 = off
@@ -93,6 +94,10 @@ class Ask:
     deadline_s: float = 600.0
     tools: tuple[Mapping[str, Any], ...] = ()
     forced: str = ""  # text that stands behind the prompt and belongs to the answer
+    salt: str = ""
+    # alternatives to tell of each prompt's own tokens; None: prompts are not scored
+    prompt_likely: int | None = None
+    echo: bool = False  # the prompt is the begin of the answer
     prompt_tokens: int = field(init=False)
 
     def __post_init__(self):
@@ -119,10 +124,12 @@ def of_chat(body: ChatBody, served: Served, session: str = "") -> Ask:
     if body.top_logprobs and not body.logprobs:
         raise bad("top_logprobs", "needs logprobs: true")
     check_alternatives("top_logprobs", body.top_logprobs, served)
+    check_prompt_logprobs("prompt_logprobs", body.prompt_logprobs, body.stream, served)
     messages, tools = messages_of(body.messages, served), tools_of(body.tools, served)
     offered = () if body.tool_choice == "none" else tools
     forced_text, forced = _forced(body, offered, served)
-    prompt = np.concatenate([rendered(messages, offered, served), forced])
+    first = rendered(messages, offered, served, body.chat_template_kwargs)
+    prompt = np.concatenate([first, forced])
     num = body.max_completion_tokens or body.max_tokens
     sampling = _with_likely(_sampling(body, served, num, prompt), body.top_logprobs)
     # An empty tuple has nothing parsed: all is content.
@@ -133,10 +140,17 @@ def of_completion(body: CompletionBody, served: Served, session: str = "") -> As
     """Raises: ApiError."""
     check_model(body.model, served)
     check_alternatives("logprobs", body.logprobs, served)
+    check_prompt_logprobs("prompt_logprobs", body.prompt_logprobs, body.stream, served)
     prompts = prompts_of(body.prompt, served, "prompt")
-    num = body.max_tokens or DEFAULT_COMPLETION_TOKENS
+    num = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if num == 0 and not body.echo and body.prompt_logprobs is None:
+        raise bad("max_tokens", "is 0, and neither echo nor prompt_logprobs is asked for")
     sampling = _sampling(body, served, num, max(prompts, key=len))
-    return _ask(body, prompts, _with_likely(sampling, body.logprobs), served, session)
+    ask = _ask(body, prompts, _with_likely(sampling, body.logprobs), served, session)
+    if not body.echo:
+        return ask
+    told = [n for n in (ask.prompt_likely, body.logprobs) if n is not None]
+    return replace(ask, echo=True, prompt_likely=max(told, default=None))
 
 
 def of_sglang(body: SglangBody, served: Served, session: str = "") -> Ask:
@@ -153,7 +167,7 @@ def of_sglang(body: SglangBody, served: Served, session: str = "") -> Ask:
         ignore_eos=params.ignore_eos, include_stop_str_in_output=params.no_stop_trim,
         skip_special_tokens=params.skip_special_tokens, request_id=body.rid, priority=body.priority,
         session_id=body.session_id, min_weight_version=body.min_weight_version,
-        timeout_s=body.timeout_s,
+        timeout_s=body.timeout_s, cache_salt=body.cache_salt, min_tokens=params.min_new_tokens,
     )  # fmt: skip
     sampling = _sampling(fields, served, params.max_new_tokens or 128, max(prompts, key=len))
     sampling = _with_likely(sampling, body.top_logprobs_num)
@@ -171,8 +185,10 @@ def of_tokens(body: TokensBody, served: Served, session: str = "") -> Ask:
         seed=params.seed, stop=params.stop, stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos, request_id=body.request_id, priority=body.priority,
         session_id=body.session_id, min_weight_version=body.min_weight_version,
-        timeout_s=body.timeout_s,
+        timeout_s=body.timeout_s, cache_salt=body.cache_salt, min_tokens=params.min_tokens,
+        prompt_logprobs=params.prompt_logprobs,
     )  # fmt: skip
+    check_prompt_logprobs("sampling_params.prompt_logprobs", params.prompt_logprobs, False, served)
     num = params.max_tokens or DEFAULT_COMPLETION_TOKENS
     sampling = _with_likely(_sampling(fields, served, num, prompts[0]), params.logprobs)
     return _ask(fields, prompts, sampling, served, session)
@@ -205,6 +221,14 @@ def check_model(name: str | None, served: Served) -> None:
 def check_alternatives(param: str, num: int | None, served: Served) -> None:
     if num is not None and num > served.limits.logprobs:
         raise bad(param, f"is {num}; at most {served.limits.logprobs}")
+
+
+def check_prompt_logprobs(
+    param: str, num: int | None, streams: bool | None, served: Served
+) -> None:
+    check_alternatives(param, num, served)
+    if num is not None and streams:
+        raise bad(param, "a stream does not tell them; send stream: false")
 
 
 def prompts_of(given: Any, served: Served, param: str) -> tuple[np.ndarray, ...]:
@@ -293,9 +317,19 @@ def tools_of(given: Sequence[Tool] | None, served: Served) -> tuple[Mapping[str,
     return tools
 
 
-def rendered(messages: Sequence[Message], tools: Sequence[Any], served: Served) -> np.ndarray:
+def rendered(
+    messages: Sequence[Message],
+    tools: Sequence[Any],
+    served: Served,
+    options: Mapping[str, bool | str] | None = None,
+) -> np.ndarray:
+    """options: chat_template_kwargs. Raises: ApiError."""
     try:
-        return served.renderer.first(messages, tools)
+        renderer = served.renderer.with_options(options or {})
+    except ValueError as error:
+        raise bad("chat_template_kwargs", str(error)[:300]) from None
+    try:
+        return renderer.first(messages, tools)
     except ValueError as error:
         raise bad("messages", " ".join(str(error).split())[:300]) from None
 
@@ -351,6 +385,9 @@ def _sampling(
             f"is {max_tokens}, and the prompt has {len(longest)} tokens; together they are beyond the model's context"
             f" of {served.context}", TOO_LONG,
         )  # fmt: skip
+    most, least = room if max_tokens is None else max_tokens, fields.min_tokens or 0
+    if least > most:
+        raise bad("min_tokens", f"is {least}, and at most {most} tokens may come")
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if any(len(one.encode("utf-8", "replace")) > limits.stop_bytes for one in stop):
         raise bad("stop", f"has a string of more than {limits.stop_bytes} bytes")
@@ -366,7 +403,8 @@ def _sampling(
     top_k = 0 if fields.top_k is None or fields.top_k < 0 else min(fields.top_k, served.vocab_size)
     top_p = 1.0 if fields.top_p is None else float(fields.top_p)
     return Sampling(
-        max_new_tokens=room if max_tokens is None else max_tokens,
+        max_new_tokens=most,
+        min_new_tokens=least,
         temperature=temperature,
         top_p=top_p,
         top_k=0 if top_k >= served.vocab_size else top_k,
@@ -417,4 +455,6 @@ def _ask(
         deadline_s=timeout_s,
         tools=tuple(tools),
         forced=forced,
+        salt=fields.cache_salt or "",
+        prompt_likely=fields.prompt_logprobs,
     )

@@ -1,5 +1,7 @@
 """complete: an Ask's choices, sampled through the router, as one stream of events.
 
+Of prompts that are scored, the log-probs come before all else of their choices (Scored): the first choice of a prompt
+computes them, and the others' events wait here.
 Life of a choice: 1 A request goes to the router, under a name of its own or its session's. 2 Blocks' tokens come while
 they are sampled; text is made of them, and a stop string ends the choice there: its request is aborted, what comes
 later is not looked at. 3 The router's Turn ends it; tokens that were not told before come with it (of servers that
@@ -42,8 +44,6 @@ class StreamingSampler(Protocol):
         self,
         request: TurnRequest,
         on_tokens: Callable[[NewTokens], None] | None = None,
-        *,
-        likely: bool = False,
     ) -> Turn: ...
     def abort(self, uid: str, reason: str) -> None: ...
     def release(self, session: str) -> None: ...
@@ -61,6 +61,17 @@ class Delta:
     version: int
     # of each token the likeliest in its place, best first: (token, log-prob); () where they were not asked for
     likely: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Scored:
+    """How likely a prompt's own tokens were, from its second on, at temperature 1."""
+
+    prompt: int
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]  # 1 = the likeliest
+    likely: tuple[tuple[tuple[int, float], ...], ...]  # as Delta.likely
+    version: int | None  # None: there is one token, and nothing to compute
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,7 @@ class Sessions:
 
 async def complete(
     ask: Ask, served: Served, sampler: StreamingSampler, sessions: Sessions
-) -> AsyncIterator[Delta | End]:
+) -> AsyncIterator[Delta | End | Scored]:
     """Raises: ApiError, and then no more comes. Close it (aclose) to end the work early."""
     if sampler.version() < ask.min_version:
         raise ApiError(
@@ -120,7 +131,9 @@ async def complete(
             "min_weight_version",
             "weight_version_too_old",
         )
-    events: asyncio.Queue[Delta | End | BaseException] = asyncio.Queue()  # bounded by max tokens
+    # Bounded by max tokens, as is what waits.
+    events: asyncio.Queue[Delta | End | Scored | BaseException] = asyncio.Queue()
+    waiting = {i: [] for i in range(len(ask.prompts)) if ask.prompt_likely is not None}
     tasks = [
         asyncio.create_task(_Choice(i, ask, served, sampler, sessions, events.put_nowait).run())
         for i in range(ask.num_choices)
@@ -132,7 +145,16 @@ async def complete(
             if isinstance(event, BaseException):
                 raise event
             left -= isinstance(event, End)
-            yield event
+            if isinstance(event, Scored):
+                yield event
+                for later in waiting.pop(event.prompt):
+                    yield later
+            elif (held := waiting.get(event.choice // ask.n)) is not None:
+                held.append(event)
+            else:
+                yield event
+        if waiting:
+            raise ApiError(503, "the prompt was not scored", None, "engine_unavailable", 1)
     finally:
         for task in tasks:
             task.cancel()
@@ -160,7 +182,9 @@ class _Choice:
             Detokenizer(served.renderer.tokenizer, hidden),
             sampling.stop,
             shows_stop=sampling.shows_stop,
+            num_free=sampling.min_new_tokens,
         )
+        self.scores = ask.prompt_likely is not None and number % ask.n == 0
         self.num_tokens = 0  # that were told
         self.last_token = -1
         self.versions: list[list[int]] = []  # [start, end, version]
@@ -173,11 +197,10 @@ class _Choice:
         self.uid = f"http/{secrets.token_hex(8)}" if turn_number is None else f"session/{session}"
         request = self._request(turn_number or 0)
         self.sessions.running[self.uid] = self.ask.id
+        if self.scores and len(request.tokens) == 1:
+            self.tell(Scored(self.number // self.ask.n, (), (), (), None))
         try:
-            turn = await self.sampler.generate(
-                request, self._piece, likely=self.ask.sampling.num_likely > 0
-            )
-            self._end(turn)
+            self._end(await self.sampler.generate(request, self._piece))
         except TurnError as error:
             self.tell(of_turn(error))
         except asyncio.CancelledError:
@@ -201,7 +224,7 @@ class _Choice:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=max(1, sampling.max_new_tokens),  # a server samples at least one
             stop_token_ids=sampling.stop_token_ids,
             stop=(),
             seed=ask.seed_of(self.number),
@@ -209,13 +232,27 @@ class _Choice:
             priority=ask.priority,
             min_version=ask.min_version,
             deadline_s=ask.deadline_s,
+            min_new_tokens=sampling.min_new_tokens,
+            likely=sampling.num_likely > 0 or bool(self.scores and ask.prompt_likely),
+            scores=self.scores,
+            salt=ask.salt,
         )
 
     def _piece(self, piece: NewTokens) -> None:
-        if self.is_over:
+        if piece.ranks is not None:
+            return self._scored(piece, piece.ranks)
+        if self.is_over or not self.ask.sampling.max_new_tokens:
             return
         logprobs = piece.sampled_logprobs if self.ask.sampling.processed else piece.logprobs
         self._tell_tokens(piece.tokens, logprobs, piece.version, piece.likely)
+
+    def _scored(self, piece: NewTokens, ranks: np.ndarray) -> None:
+        num, most = len(piece.tokens), self.ask.prompt_likely or 0
+        values = np.nan_to_num(piece.logprobs.astype(float), neginf=LOWEST).tolist()
+        best = () if not most or piece.likely is None else tuple(_pairs(piece.likely, num, most))
+        prompt = self.number // self.ask.n
+        told = tuple(values), tuple(ranks.tolist()), best or ((),) * num
+        self.tell(Scored(prompt, *told, piece.version))
 
     def _tell_tokens(
         self, tokens: np.ndarray, logprobs: np.ndarray, version: int, likely: Any = None
@@ -249,12 +286,13 @@ class _Choice:
         logprobs = turn.logprobs
         if self.ask.sampling.processed and turn.sampled_logprobs is not None:
             logprobs = turn.sampled_logprobs
-        for span in turn.spans:
+        shown = turn.spans if self.ask.sampling.max_new_tokens else ()
+        for span in shown:
             start = max(span.start, self.num_tokens)
             if start < span.end and not self.is_over:
                 rows = slice(start, span.end)
                 self._tell_tokens(turn.tokens[rows], logprobs[rows], span.version)
-        finish, reason = FINISHES[turn.finish], None
+        finish, reason = FINISHES[turn.finish] if shown == turn.spans else "length", None
         if not self.is_over and (rest := self.text.end()):
             version = self.versions[-1][2] if self.versions else self.sampler.version()
             self.tell(Delta(self.number, rest, (), (), version))

@@ -6,7 +6,7 @@ Must not: wait, or know HTTP.
 from collections.abc import Iterator
 from typing import Any
 
-from rl_jax.http.completion import Delta, End
+from rl_jax.http.completion import Delta, End, Scored
 from rl_jax.http.replies import Json, Reply
 
 
@@ -18,9 +18,11 @@ class SglangReply(Reply):
         out = [self._so_far(i) for i in range(len(self.choices))]
         return out[0] if len(out) == 1 else out
 
-    def add(self, event: Delta | End) -> Iterator[Json]:
+    def add(self, event: Delta | End | Scored) -> Iterator[Json]:
         for _ in super().add(event):
             pass
+        if isinstance(event, Scored):
+            return
         several = {"index": event.choice} if len(self.choices) > 1 else {}
         yield {**self._so_far(event.choice), **several}
 
@@ -80,9 +82,13 @@ class TokensReply(Reply):
                 logprobs = {"content": told}
             finish = self._finish(choice)
             choices.append({"index": i, "token_ids": choice.tokens, "logprobs": logprobs, **finish})
+        prompt = {}
+        if self.options.get("prompt_top") is not None:
+            prompt["prompt_logprobs"] = self.prompt_logprobs(0)
         return {
             "request_id": self.ask.id,
             "choices": choices,
+            **prompt,
             "usage": self.usage(),
             "metadata": self._metadata(self.choices),
         }
@@ -91,7 +97,7 @@ class TokensReply(Reply):
 class JetstreamReply(Reply):
     """Chunks {"stream_content": {"samples": [{"text", "token_ids"}]}}"""
 
-    def add(self, event: Delta | End) -> Iterator[Json]:
+    def add(self, event: Delta | End | Scored) -> Iterator[Json]:
         for chunk in super().add(event):
             text = chunk["choices"][0]["text"]
             tokens = list(event.tokens) if isinstance(event, Delta) else []

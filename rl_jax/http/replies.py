@@ -3,6 +3,7 @@
 Beyond OpenAI's fields: token_ids and stop_reason of a choice, prompt_token_ids, and metadata {weight_version,
 weight_versions [{start, end, version}] of each choice, engine_id, logprobs_mode, tool_error}, and metrics {queue_s,
 prefill_s, decode_s}.
+prompt_logprobs are vLLM's: of each prompt token null for the first, else {token id: {logprob, rank, decoded_token}}.
 Invariants: usage counts tokens that were sampled and sent; logprobs, token_ids and usage of a choice have one length.
 Must not: wait, or know HTTP.
 """
@@ -14,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_jax.http.asks import Ask, Served
-from rl_jax.http.completion import Delta, End
+from rl_jax.http.completion import Delta, End, Scored
 from rl_jax.http.said import Said
+from rl_jax.http.text import Detokenizer
 from rl_jax.types import ToolCall
 
 Json = dict[str, Any]
@@ -42,17 +44,29 @@ class Reply:
     is_chat = False
 
     def __init__(self, ask: Ask, served: Served, created: int, options: Json):
-        """options: logprobs, top, token_ids, as_token_ids, usage: what the request wants to see."""
+        """options: logprobs, top, prompt_top, token_ids, as_token_ids, usage: what the request wants to see."""
         self.ask, self.served, self.created, self.options = ask, served, created, options
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{ask.id}"
         parser = served.renderer.parser
         self.choices = [Choice(Said(parser, ask.tools, ask.forced)) for _ in range(ask.num_choices)]
         self.num_tokens = 0
+        self.scored: dict[int, Scored] = {}  # by prompt
+        for i, choice in enumerate(self.choices if ask.echo else ()):
+            choice.content.append(
+                served.renderer.tokenizer.decode(ask.prompts[i // ask.n].tolist())
+            )
+            choice.num_chars = len(choice.content[0])
 
     # --- events ---------------------------------------------------------------------------------
 
-    def add(self, event: Delta | End) -> Iterator[Json]:
+    def add(self, event: Delta | End | Scored) -> Iterator[Json]:
         """Account for an event; the chunks that it makes."""
+        if isinstance(event, Scored):
+            self.scored[event.prompt] = event
+            first = event.prompt * self.ask.n
+            for i in range(first, first + self.ask.n) if self.ask.echo else ():
+                yield self._echo(i)
+            return
         choice = self.choices[event.choice]
         if isinstance(event, Delta):
             shown = choice.said.feed(event.text)
@@ -79,7 +93,8 @@ class Reply:
 
     def first_chunks(self) -> Iterator[Json]:
         """What a stream begins with."""
-        return iter(())
+        if self.ask.echo and self.ask.prompt_likely is None:
+            yield from map(self._echo, range(len(self.choices)))
 
     def last_chunks(self) -> Iterator[Json]:
         """What a stream ends with."""
@@ -98,6 +113,25 @@ class Reply:
         if self.options.get("token_ids"):
             prompts = [p.tolist() for p in self.ask.prompts]
             out["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else prompts
+        if self.is_chat and self.options.get("prompt_top") is not None:
+            out["prompt_logprobs"] = self.prompt_logprobs(0)
+        return out
+
+    def prompt_logprobs(self, prompt: int) -> list[Json | None]:
+        """Of a prompt that was scored."""
+        scored, most = self.scored[prompt], self.options["prompt_top"]
+        rows = zip(
+            self.ask.prompts[prompt][1:].tolist(), scored.logprobs, scored.ranks, scored.likely
+        )
+        out: list[Json | None] = [None]
+        for token, value, rank, best in rows:
+            told = {t: (v, place) for place, (t, v) in enumerate(best[:most], 1)}
+            out.append(
+                {
+                    str(t): {"logprob": v, "rank": place, "decoded_token": self._token(t)}
+                    for t, (v, place) in {**told, token: (value, rank)}.items()
+                }
+            )
         return out
 
     def usage(self) -> Json:
@@ -135,6 +169,8 @@ class Reply:
             if self.ask.sampling.processed
             else "scaled_logprobs",
         }
+        if versions := [s.version for s in self.scored.values() if s.version is not None]:
+            out["prompt_weight_version"] = max(versions)
         errors = [choice.said.error for choice in choices]
         if any(errors):
             out["tool_error"] = errors if len(errors) > 1 else errors[0]
@@ -156,6 +192,35 @@ class Reply:
             out["metadata"] = self._metadata([end])
         return out
 
+    def _echo(self, i: int) -> Json:
+        """The chunk of a choice that is its prompt."""
+        choice: Json = {"index": i, "text": self.choices[i].content[0], "finish_reason": None}
+        choice["logprobs"] = self._echoed(i) if self.options.get("logprobs") else None
+        return {**self._head(chunk=True), "choices": [choice]}
+
+    def _echoed(self, i: int) -> Json:
+        """The logprobs of a choice's prompt."""
+        number = i // self.ask.n
+        scored, tokens = self.scored[number], self.ask.prompts[number].tolist()
+        names = [self._token(token) for token in tokens]
+        detokenizer, offsets, at = Detokenizer(self.served.renderer.tokenizer), [], 0
+        for token in tokens:
+            offsets.append(at)
+            at += len(detokenizer.feed(token))
+        top = None
+        if most := self.options.get("top"):
+            rows = zip(names[1:], scored.logprobs, scored.likely)
+            top = [
+                None,
+                *({**{self._token(t): v for t, v in best[:most]}, n: v} for n, v, best in rows),
+            ]
+        return {
+            "tokens": names,
+            "token_logprobs": [None, *scored.logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
     def _finish(self, choice: Choice) -> Json:
         assert choice.end is not None
         finish = choice.end.finish
@@ -166,9 +231,13 @@ class Reply:
     def _whole(self, i: int) -> Json:
         choice = self.choices[i]
         logprobs = self._logprobs(choice, 0) if self.options.get("logprobs") else None
+        if self.ask.echo and logprobs is not None:
+            logprobs = _behind(self._echoed(i), logprobs)
         out = {"index": i, **self._said(choice), "logprobs": logprobs, **self._finish(choice)}
         if self.options.get("token_ids"):
             out["token_ids"] = choice.tokens
+        if not self.is_chat and self.options.get("prompt_top") is not None:
+            out["prompt_logprobs"] = self.prompt_logprobs(i // self.ask.n)
         return out
 
     def _token(self, token: int) -> str:
@@ -249,6 +318,13 @@ def metrics_of(choice: Choice) -> Json:
     return {
         f"{name}_s": round(float(times.get(name, 0.0)), 6)
         for name in ("queue", "prefill", "decode")
+    }
+
+
+def _behind(first: Json, second: Json) -> Json:
+    """Log-probs of a prompt and of what follows it, as one."""
+    return {
+        name: None if values is None else values + second[name] for name, values in first.items()
     }
 
 

@@ -28,30 +28,30 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "use_beam_search": ("there is no beam search", (False,)),
     "logit_bias": ("logits are not biased", ({},)),
     "min_p": ("use top_p or top_k", (0,)),
-    "min_tokens": ("stop tokens cannot be held off; use ignore_eos", (0,)),
+    "min_tokens": ("this interface has another name for it", (0,)),
     "best_of": ("use n and choose", (1,)),
     "suffix": ("there is no infilling", ("",)),
-    "echo": ("the prompt is not repeated; use prompt_token_ids of the reply", (False,)),
+    "echo": ("only /v1/completions repeats the prompt; use prompt_token_ids", (False,)),
     "response_format": ("output is not constrained", ({"type": "text"},)),
     "guided_json": ("output is not constrained", ()),
     "guided_regex": ("output is not constrained", ()),
     "guided_choice": ("output is not constrained", ()),
     "guided_grammar": ("output is not constrained", ()),
     "structured_outputs": ("output is not constrained", ()),
-    "prompt_logprobs": ("prompts are not scored", (0, False)),
+    "prompt_logprobs": ("prompts are scored by OpenAI's and vLLM's interfaces", (False,)),
     "routed_experts": ("the model has no experts", (False,)),
     "return_routed_experts": ("the model has no experts", (False,)),
     "chat_template": ("the model directory's own template is used", ("",)),
-    "chat_template_kwargs": ("the template takes no arguments", ({},)),
+    "chat_template_kwargs": ("only messages go through the template", ({},)),
     "add_generation_prompt": ("it is always added", (True,)),
     "continue_final_message": ("send its tokens to /v1/completions", (False,)),
     "add_special_tokens": ("prompts are encoded as they are; send token ids for others", (False,)),
     "documents": ("put them into a message", ([],)),
     "functions": ("use tools", ([],)),
     "function_call": ("use tool_choice", ("auto", "none")),
-    "cache_salt": ("the prefix cache is shared by all clients", ("",)),
+    "cache_salt": ("this interface has no salts", ("",)),
     "parallel_tool_calls": ("the model decides how many calls it makes", (True,)),
-    "reasoning_effort": ("the template takes no arguments", ("none",)),
+    "reasoning_effort": ("use chat_template_kwargs", ("none",)),
     "modalities": ("text only", (["text"],)),
     "audio": ("text only", ()),
     "prediction": ("there is no prediction", ()),
@@ -66,12 +66,12 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "json_schema": ("output is not constrained", ()),
     "regex": ("output is not constrained", ()),
     "ebnf": ("output is not constrained", ()),
-    "min_new_tokens": ("stop tokens cannot be held off; use ignore_eos", (0,)),
+    "min_new_tokens": ("this interface has another name for it", (0,)),
     "return_hidden_states": ("hidden states are not kept", (False,)),
     "input_embeds": ("send token ids", ()),
     "image_data": ("text only", ()),
     "audio_data": ("text only", ()),
-    "logprob_start_len": ("prompts are not scored", (-1,)),
+    "logprob_start_len": ("use prompt_logprobs of /v1/completions", (-1,)),
     "token_ids_logprob": ("of chosen tokens only", ()),
     "spaces_between_special_tokens": ("text is as the tokenizer decodes it", (True,)),
     "detokenize": ("text always comes", (True,)),
@@ -128,6 +128,7 @@ class Placing(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     session_id: Name | None = None
     min_weight_version: Count | None = None
+    cache_salt: Name | None = None
     timeout_s: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -136,6 +137,8 @@ class SamplingFields(Drawing, Placing):
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Count | None = None
+    prompt_logprobs: Alternatives | None = None
     seed: Seed | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -157,7 +160,9 @@ class CompletionBody(SamplingFields):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[Tokens], Field(min_length=1)]
     )
+    max_tokens: Count | None = None  # 0: only the prompt, which is echoed or scored
     logprobs: Alternatives | None = None
+    echo: bool | None = None
 
 
 class Part(Body):
@@ -212,10 +217,14 @@ class ChosenTool(Body):
     function: ChosenFunction
 
 
+TemplateOptions = Annotated[dict[Name, bool | str], Field(max_length=16)]
+
+
 class ChatBody(SamplingFields):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    chat_template_kwargs: TemplateOptions | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
@@ -225,6 +234,7 @@ class ChatBody(SamplingFields):
 
 class SglangSampling(Drawing):
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_new_tokens: Count | None = None
     no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
     sampling_seed: Seed | None = None
@@ -247,6 +257,8 @@ class SglangBody(Placing):
 
 class TokensSampling(Drawing):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Count | None = None
+    prompt_logprobs: Alternatives | None = None
     seed: Seed | None = None
     logprobs: Alternatives | None = None
 
@@ -287,6 +299,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 

@@ -54,14 +54,27 @@ class Detokenizer:
 class TextStream:
     """A choice's text, until a stop string."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], *, shows_stop: bool):
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        *,
+        shows_stop: bool,
+        num_free: int = 0,
+    ):
+        """num_free: first tokens, in whose text no stop string is looked for."""
         self._detokenizer, self._stops, self._shows_stop = detokenizer, tuple(stops), shows_stop
+        self._num_free = num_free
         self._held = ""  # may be the begin of a stop string
         self.stopped_by: str | None = None
 
     def feed(self, token: int) -> str:
         """Text that may be shown now. After `stopped_by` is set nothing more comes."""
-        return self._show(self._detokenizer.feed(token))
+        text = self._detokenizer.feed(token)
+        if self._num_free:
+            self._num_free -= 1
+            return text
+        return self._show(text)
 
     def end(self) -> str:
         """What is left at the end of the tokens."""

@@ -3,9 +3,9 @@
 Owns: the socket, its reader, writer and pulse threads, and what waits for an answer.
 Life of a call: 1 `ask` or `call` gives it an id, encodes it and puts it in a send queue (Lane). 2 The writer sends it
 frame by frame; what is left of its deadline is written at that moment, and the other side counts it on its own clock.
-3 The other side's handler answers or fails it, at once or later, in any order. 4 The answer settles it; a call that
-ends otherwise (deadline, death of the peer) is settled with the error, and an answer that comes then is dropped and
-counted.
+3 The other side's handler answers or fails it, at once or later, in any order; parts that it tells before that come
+before it, in their order. 4 The answer settles it; a call that ends otherwise (deadline, death of the peer) is settled
+with the error, and what comes for it then is dropped and counted.
 Liveness: each side sends a pulse every heartbeat_s. A peer from which nothing came for lease_s is dead (PeerSilent), as
 is one whose stream ends (PeerGone) or is no stream of frames (FramingError): every waiting call fails at once, and
 on_close is called once. Only time in which this process ran counts against the peer, so a process that was stopped
@@ -95,6 +95,7 @@ class Request:
     deadline_s: float  # on this process's monotonic clock
     answer: Callable[..., None]  # (body, arrays=()), once
     fail: Callable[[Exception], None]  # or this
+    part: Callable[..., None]  # (body, arrays=()), any number before either
 
     @property
     def left_s(self) -> float:
@@ -106,6 +107,7 @@ class _Waiting:
     verb: str
     deadline_s: float
     done: Done
+    on_part: Callable[[Answer], None] | None
 
 
 @dataclass
@@ -177,9 +179,11 @@ class Channel:
         *,
         deadline_s: float,
         done: Done,
+        on_part: Callable[[Answer], None] | None = None,
         lane: Lane = Lane.ORDERED,
     ) -> int:
-        """Call without waiting; returns its id.
+        """Call without waiting; returns its id. on_part: gets what the handler tells before its answer, on the
+        channel's threads, and must return at once.
 
         done gets the Answer or the error exactly once, on the channel's threads, or here where the call cannot be
         sent; it must return at once.
@@ -188,7 +192,7 @@ class Channel:
         with self._lock:
             self._num_calls += 1
             number = self._num_calls
-            self._waiting[number] = _Waiting(verb, deadline, done)
+            self._waiting[number] = _Waiting(verb, deadline, done, on_part)
         try:
             self._put({"k": "call", "id": number, "v": verb}, body, arrays, deadline, lane)
         except (QueueFull, Unsendable, ConnectionError, CallTimeout) as error:
@@ -382,6 +386,8 @@ class Channel:
             self._settle(number, Answer(message.body, message.arrays))
         elif kind == "error" and type(number) is int:
             self._settle(number, _raised(message.body, self.name))
+        elif kind == "part" and type(number) is int:
+            self._part(number, Answer(message.body, message.arrays))
         elif kind == "pulse":
             self.clock.heard(envelope.get("clock"), time.monotonic())
             _run(self._on_pulse, message.body)
@@ -412,6 +418,7 @@ class Channel:
             time.monotonic() + left_s,
             lambda body=None, arrays=(): None if number is None else self._answer(number, body, arrays),
             fail,
+            lambda body=None, arrays=(): None if number is None else self._answer(number, body, arrays, "part"),
         )  # fmt: skip
         handler = self._handlers.get(verb)
         if handler is None:
@@ -426,8 +433,8 @@ class Channel:
                 log.exception("%s of %s failed", verb, self.name)
             fail(error)
 
-    def _answer(self, number: int, body: Any, arrays: Sequence[Any]) -> None:
-        envelope = {"k": "answer", "id": number}
+    def _answer(self, number: int, body: Any, arrays: Sequence[Any], kind: str = "answer") -> None:
+        envelope = {"k": kind, "id": number}
         try:
             self._put(envelope, body, arrays, float("inf"), Lane.ORDERED)
         except Unsendable as error:
@@ -457,6 +464,14 @@ class Channel:
                 self._counters["late"] += 1
                 return
         _run(call.done, result)
+
+    def _part(self, number: int, part: Answer) -> None:
+        with self._lock:
+            call = self._waiting.get(number)
+        if call is None:
+            self._counters["late"] += 1
+        elif call.on_part is not None:
+            _run(call.on_part, part)
 
     def _overdue(self) -> None:
         """Fail calls whose time is over."""

@@ -17,6 +17,7 @@ from rl_jax.types import (
     Ack,
     Digest,
     FinishReason,
+    NewTokens,
     Prefix,
     Turn,
     TurnError,
@@ -30,7 +31,7 @@ Wire = tuple[dict[str, Any], Arrays]
 REQUEST_FIELDS = {
     "uid": str, "attempt": int, "turn": int, "temperature": float, "top_p": float, "top_k": int,
     "max_new_tokens": int, "seed": int, "tag": str, "priority": int, "min_version": int, "deadline_s": float,
-    "token_index": int, "place": str,
+    "token_index": int, "place": str, "min_new_tokens": int, "likely": bool, "scores": bool, "salt": str,
 }  # fmt: skip
 TURN_ARRAYS = {  # dtype, number of dimensions, whether it may be absent
     "prompt_tokens": (np.int32, 1, False),
@@ -40,6 +41,14 @@ TURN_ARRAYS = {  # dtype, number of dimensions, whether it may be absent
     "context_mixed": (np.bool_, 1, False),
     "routing": (np.int16, 3, True),
     "support": (np.int32, 2, True),
+}
+PIECE_ARRAYS = {
+    "tokens": (np.int32, 1, False),
+    "logprobs": (np.float32, 1, False),
+    "sampled_logprobs": (np.float32, 1, False),
+    "ids": (np.int32, 2, True),
+    "likely": (np.float32, 2, True),
+    "ranks": (np.int32, 1, True),
 }
 OF_SAMPLED = ("logprobs", "sampled_logprobs", "context_mixed", "support")  # one a sampled token
 
@@ -87,17 +96,7 @@ def turn_to_wire(turn: Turn) -> Wire:
 
 def turn_from_wire(body: Any, arrays: Sequence[np.ndarray]) -> Turn:
     """Raises: CodecError."""
-    present = _each(body, "arrays", str)
-    if len(present) != len(arrays) or len(set(present)) != len(present):
-        raise CodecError(f"{len(arrays)} arrays came for the names {present!r:.200}")
-    sent = dict(zip(present, arrays))
-    if unknown := sorted(set(sent) - set(TURN_ARRAYS)):
-        raise CodecError(f"a turn has no array {unknown[0]!r:.40}")
-    values: dict[str, Any] = {}
-    for name, (dtype, ndim, is_optional) in TURN_ARRAYS.items():
-        given = sent.get(name)
-        absent = given is None and is_optional
-        values[name] = None if absent else _array(name, given, dtype, ndim)
+    values = _named(body, arrays, TURN_ARRAYS)
     num = len(values["tokens"])
     for name in OF_SAMPLED:
         if values[name] is not None and len(values[name]) != num:
@@ -111,6 +110,26 @@ def turn_from_wire(body: Any, arrays: Sequence[np.ndarray]) -> Turn:
         pool=_get(body, "pool", str),
         times_s=_numbers(body, "times_s"),
     )
+
+
+def piece_to_wire(piece: NewTokens) -> Wire:
+    ids, likely = (None, None) if piece.likely is None else piece.likely
+    given = {**vars(piece), "ids": ids, "likely": likely}
+    present = [name for name in PIECE_ARRAYS if given[name] is not None]
+    arrays = tuple(np.asarray(given[name], PIECE_ARRAYS[name][0]) for name in present)
+    return {"arrays": present, "version": int(piece.version)}, arrays
+
+
+def piece_from_wire(body: Any, arrays: Sequence[np.ndarray]) -> NewTokens:
+    """Raises: CodecError."""
+    values = _named(body, arrays, PIECE_ARRAYS)
+    sizes = {len(array) for array in values.values() if array is not None}
+    ids, likely = values.pop("ids"), values.pop("likely")
+    shapes = {None if array is None else array.shape for array in (ids, likely)}
+    if len(sizes) != 1 or 0 in sizes or len(shapes) != 1:
+        raise CodecError(f"new tokens come with arrays of {sorted(sizes)} entries")
+    best = None if ids is None or likely is None else (ids, likely)
+    return NewTokens(**values, version=_get(body, "version", int), likely=best)
 
 
 def error_to_wire(error: TurnError) -> dict[str, Any]:
@@ -208,6 +227,24 @@ def prefix_from_wire(body: Any, arrays: Sequence[np.ndarray]) -> Prefix:
 def stats_from_wire(body: Any) -> dict[str, float]:
     """Counters and gauges by name. Raises: CodecError."""
     return _numbers(body, "stats")
+
+
+def _named(
+    body: Any, arrays: Sequence[np.ndarray], table: Mapping[str, tuple[Any, int, bool]]
+) -> dict[str, Any]:
+    """The arrays by the names that came with them; None for one that may be absent, and is."""
+    present = _each(body, "arrays", str)
+    if len(present) != len(arrays) or len(set(present)) != len(present):
+        raise CodecError(f"{len(arrays)} arrays came for the names {present!r:.200}")
+    sent = dict(zip(present, arrays))
+    if unknown := sorted(set(sent) - set(table)):
+        raise CodecError(f"there is no array {unknown[0]!r:.40} in it")
+    return {
+        name: None
+        if sent.get(name) is None and is_optional
+        else _array(name, sent.get(name), dtype, ndim)
+        for name, (dtype, ndim, is_optional) in table.items()
+    }
 
 
 def _get(body: Any, name: str, kind: type) -> Any:

@@ -34,7 +34,7 @@ from rl_jax.remote.lives import Lives
 from rl_jax.remote.spec import ServerSpec
 from rl_jax.remote.starter import LocalStarter, Starter
 from rl_jax.remote.store import Load
-from rl_jax.serve.commands import OnDone
+from rl_jax.serve.commands import OnDone, OnTokens
 from rl_jax.serve.loop import Progress, answer
 from rl_jax.serve.prefill_server import OnPrefix
 from rl_jax.settings import ClusterSettings, EngineSettings
@@ -66,6 +66,7 @@ class _Flight:
     """A request under way."""
 
     done: Callable[[Answer | TurnError], None]
+    on_tokens: OnTokens | None = None
 
 
 class RemoteServer:
@@ -253,9 +254,10 @@ class RemoteServer:
         arrays: tuple[np.ndarray, ...],
         deadline_s: float,
         done: Callable[[Answer | TurnError], None],
+        on_tokens: OnTokens | None = None,
     ) -> None:
-        """Submit a request; done gets its answer or the error exactly once."""
-        flight = _Flight(done)
+        """Submit a request; done gets its answer or the error exactly once, after on_tokens what came before."""
+        flight = _Flight(done, on_tokens)
         with self._lock:
             why, channel = self.fenced, self._lives.channel
             if why is None and channel is not None:
@@ -270,6 +272,7 @@ class RemoteServer:
             arrays,
             deadline_s=deadline_s + GRACE_S,
             done=lambda result: self._settled(flight, result),
+            on_part=lambda part: self._piece(flight, part),
         )
 
     def _prefix(self, result: Answer | TurnError) -> tuple[Prefix | TurnError, dict[str, float]]:
@@ -291,6 +294,22 @@ class RemoteServer:
             error = ValueError(f"a prefix of version {prefix.version}, which was not committed")
             return self._unusable(error), times_s
         return prefix, times_s
+
+    def _piece(self, flight: _Flight, part: Answer) -> None:
+        """Tokens of a turn under way."""
+        with self._lock:
+            is_awaited = flight in self._flights and flight.on_tokens is not None
+            self._num_unasked += not is_awaited
+        if not is_awaited or flight.on_tokens is None:
+            return
+        try:
+            piece = codec.piece_from_wire(part.body, part.arrays)
+            if piece.version not in self._versions:
+                raise ValueError(f"tokens of version {piece.version}, which was not committed")
+        except (CodecError, ValueError) as error:
+            self._unusable(error)
+        else:
+            answer(flight.on_tokens, piece)
 
     def _settled(self, flight: _Flight, result: Answer | Exception) -> None:
         with self._lock:
@@ -344,16 +363,31 @@ class RemoteDecodeServer(RemoteServer):
         self._kv = "recompute"  # of the last commit
         self._told: dict[str, Any] = {}
 
-    def submit(self, request: TurnRequest, prefix: Prefix | None, on_done: OnDone) -> None:
-        """Ask for one Turn, as DecodeServer.submit; on_done is called on a thread of the channel, or here."""
+    def submit(
+        self,
+        request: TurnRequest,
+        prefix: Prefix | None,
+        on_done: OnDone,
+        on_tokens: OnTokens | None = None,
+    ) -> None:
+        """Ask for one Turn, as DecodeServer.submit; its callbacks are called on a thread of the channel, or here."""
         body, arrays = codec.request_to_wire(request)
         told, pages = (None, ()) if prefix is None else codec.prefix_to_wire(prefix)
         self._ask(
-            {"request": body, "prefix": told, "grace_s": GRACE_S},
+            {"request": body, "prefix": told, "grace_s": GRACE_S, "streams": on_tokens is not None},
             (*arrays, *pages),
             request.deadline_s,
             lambda result: on_done(self._turn(request, result)),
+            on_tokens,
         )
+
+    def pause(self) -> None:
+        """As DecodeServer's; of a process that is started again nothing is known of it."""
+        self._tell("pause", {})
+
+    def resume(self) -> None:
+        """As DecodeServer's."""
+        self._tell("resume", {})
 
     def submit_prefix(
         self, request: TurnRequest, target: Any, on_prefix: OnPrefix, held: int = 0

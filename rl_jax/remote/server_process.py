@@ -45,7 +45,7 @@ def make_server(job: Mapping[str, Any]) -> DecodeServer | PrefillServer:
     """The server that `job` names, on this process's first devices.
 
     job: settings (as a tree), server (its name in the plan), model (the "module:attribute" of its family), vocab_size,
-    template_sha256.
+    template_sha256, likely (as build_server's).
     """
     errors: list[str] = []
     settings = schema.build(Settings, job["settings"], "", errors)
@@ -55,7 +55,8 @@ def make_server(job: Mapping[str, Any]) -> DecodeServer | PrefillServer:
     server = next(server for server in plan.servers if server.name == job["server"])
     mesh = make_mesh(server.axes, jax.devices()[: len(server.devices)])
     model = load(job["model"])(settings.model, job["vocab_size"])
-    return build_server(server, mesh, model, settings, job["template_sha256"])
+    template, likely = job["template_sha256"], job["likely"]
+    return build_server(server, mesh, model, settings, template, likely=likely)
 
 
 def load(path: str) -> Any:
@@ -85,7 +86,7 @@ class ServerService(Service):
     """The server of this process, as its channel sees it."""
 
     orders = ("build", "try_pull", "stage", "digest", "commit", "discard", "close")
-    quick = ("submit", "abort", "release", "fence", "stats")
+    quick = ("submit", "abort", "release", "fence", "pause", "resume", "stats")
     others: Mapping[str, Any] = MappingProxyType({"reach": _reach})
 
     def __init__(self, sock: socket.socket, told: Mapping[str, Any]):
@@ -196,7 +197,12 @@ class ServerService(Service):
         if body["prefix"] is not None:
             came = codec.prefix_from_wire(body["prefix"], request.arrays[1:])
             prefix = placed_prefix(came, server.engine)
-        server.submit(asked, prefix, lambda result: self._turned(request, asked, result))
+        server.submit(
+            asked,
+            prefix,
+            lambda result: self._turned(request, asked, result),
+            (lambda piece: request.part(*codec.piece_to_wire(piece))) if body["streams"] else None,
+        )
 
     def _turned(self, request: Request, asked: TurnRequest, result: Turn | TurnError) -> None:
         server = self._server
@@ -225,6 +231,12 @@ class ServerService(Service):
 
     def _release(self, request: Request) -> None:
         self._server.release(request.body["session"])
+
+    def _pause(self, request: Request) -> None:
+        self._server.pause()
+
+    def _resume(self, request: Request) -> None:
+        self._server.resume()
 
     def _fence(self, request: Request) -> None:
         self._server.fence(request.body["reason"])

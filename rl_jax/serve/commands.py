@@ -74,7 +74,6 @@ class Add:
         None  # nothing is generated: the KV of the context[:-1] goes to another server
     )
     on_tokens: OnTokens | None = None  # told of each block's tokens
-    likely: bool = False  # and of the likeliest in their places
 
 
 @dataclass(eq=False)

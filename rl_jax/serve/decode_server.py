@@ -30,7 +30,7 @@ import numpy as np
 
 from kernels.kv import NO_PAGE
 from rl_jax.clock import now_s
-from rl_jax.engine.chunks import cost_of, pack
+from rl_jax.engine.chunks import Piece, cost_of, pack
 from rl_jax.engine.state import FINISH_REASONS, RUNNING
 from rl_jax.serve import commands
 from rl_jax.serve.commands import (
@@ -47,6 +47,7 @@ from rl_jax.serve.commands import (
 from rl_jax.serve.events import Event, EventStream, Finished, Parked, Started, Swapped, Tokens
 from rl_jax.serve.handover import batches, first_missing, send
 from rl_jax.serve.loop import Loop, Progress, answer
+from rl_jax.serve.new_tokens import score
 from rl_jax.serve.paging import Paging
 from rl_jax.serve.rates import RATE_TOKENS, AppendRate, Rate
 from rl_jax.serve.request_table import RequestTable
@@ -63,7 +64,6 @@ class DecodeServer:
     """Implements SyncTarget. All public methods may be called from any thread."""
 
     kind = "decode"
-    streams = True  # submit takes on_tokens
 
     def __init__(
         self,
@@ -89,8 +89,9 @@ class DecodeServer:
         size = engine.settings
         self._paging = Paging(engine.spec, size.slots, size.table_pages)
         self._table = RequestTable(
-            name, pool, size, settings, self._paging, fresh_apart=engine.packs_fresh
-        )
+            name, pool, size, settings, self._paging,
+            fresh_apart=engine.packs_fresh, has_extras=engine.num_likely > 0,
+        )  # fmt: skip
         self._events = EventStream(self._table.consume)
         self._staged = StagedWeights(name, engine.param_shardings, engine.pack)
         self._loop = loop(
@@ -145,17 +146,14 @@ class DecodeServer:
         prefix: Prefix | None,
         on_done: OnDone,
         on_tokens: OnTokens | None = None,
-        *,
-        likely: bool = False,
     ) -> None:
         """Ask for one Turn. prefix: KV of context[:-1], or of the end of it, on this server's mesh, or None.
-        on_tokens: told, on the server's thread and before on_done, of each block's tokens. likely: and of the likeliest
-        in their places.
+        on_tokens: told, on the server's thread and before on_done, of each block's tokens.
 
         on_done gets the Turn or a TurnError exactly once, on the server's thread (on the caller's
         if the server is closed or fenced); it must return at once.
         """
-        add = Add(request, prefix, on_done, now_s(), on_tokens=on_tokens, likely=likely)
+        add = Add(request, prefix, on_done, now_s(), on_tokens=on_tokens)
         if self._loop.fenced is None:
             self._loop.put(add)
         else:
@@ -170,7 +168,10 @@ class DecodeServer:
         start = first_missing(held, len(request.tokens) - 1, self.engine.spec.page_size)
         job = PrefixJob(self.name, target, start, on_prefix)
         # The turn itself may come here too, when its server is lost: no attempt is negative.
-        ask = replace(request, attempt=-1 - request.attempt, max_new_tokens=1, token_index=0)
+        plain = {"min_new_tokens": 0, "likely": False}
+        ask = replace(
+            request, attempt=-1 - request.attempt, max_new_tokens=1, token_index=0, **plain
+        )
         add = Add(ask, None, job.done, now_s(), job)
         if self._loop.fenced is None:
             self._loop.put(add)
@@ -356,21 +357,41 @@ class DecodeServer:
             return
         self._loop.doing = f"extending {len(turns)} histories"
         start = now_s()
-        chunk = pack(pieces, self.engine.settings.chunk_sizes)
         tables = self._paging.tables[np.array([turn.session.slot for turn in turns])]
-        self._state = self.engine.append(self._params, self._state, tables, chunk)
+        bad: list[ActiveTurn] = []
+        if turns[0].wants_scores:
+            scoring = (tables, turns, pieces, self.version)
+            self._state, bad = score(self.engine, self._params, self._state, *scoring)
+        else:
+            self._append(turns, pieces, tables, start)
         self._times["chunk_s"] += now_s() - start
+        self._table.filled(turns, pieces, self.version)
+        if self._track.is_on:
+            first = first_sessions(turn.request for turn in turns if turn.missing_kv == 0)
+            self._track.add("chunk", start, now_s(), **cost_of(pieces), first=first)
+        for turn in bad:
+            self._end([turn], FinishReason.ERROR, self._nan_error(turn))
+        self._chunks_in_row += 1
+        self._loop.num_done += 1
+
+    def _append(
+        self,
+        turns: Sequence[ActiveTurn],
+        pieces: Sequence[Piece],
+        tables: np.ndarray,
+        start: float,
+    ) -> None:
+        chunk = pack(pieces, self.engine.settings.chunk_sizes)
+        self._state = self.engine.append(self._params, self._state, tables, chunk)
         num_tokens = sum(len(piece.tokens) for piece in pieces)
         if any(turn.job is not None for turn in turns):  # no block may follow that would pace it
             jax.block_until_ready(self._state)
             self._prefix_rate.add(num_tokens, now_s() - start)
         self._append_rate.chunk(num_tokens, start)
-        self._table.filled(turns, pieces, self.version)
-        if self._track.is_on:
-            first = first_sessions(turn.request for turn in turns if turn.missing_kv == 0)
-            self._track.add("chunk", start, now_s(), **cost_of(pieces), first=first)
-        self._chunks_in_row += 1
-        self._loop.num_done += 1
+
+    def _nan_error(self, turn: ActiveTurn) -> TurnError:
+        detail = f"{turn.request.key}: non-finite logits under version {self.version}"
+        return TurnError("nan", self.name, detail)
 
     def _hand_over(self) -> None:
         """Move prefixes for other servers that are complete."""
@@ -447,7 +468,7 @@ class DecodeServer:
         start = now_s()
         is_running = self._table.log.is_running[:, None]
         tables = np.where(is_running, self._paging.tables, np.int32(NO_PAGE))
-        asked = {"likely": True} if self._table.wants_likely else {}
+        asked = {} if (held := self._table.held()) is None else {"held": held}
         self._state, block = self.engine.generate(self._params, self._state, tables, **asked)
         block = fetched(block)
         end = now_s()
@@ -479,10 +500,7 @@ class DecodeServer:
         turn = self._table.running_turn(slot)
         if turn is None or turn.epoch != block.slot_epoch[slot]:
             return
-        error = None
-        if block.nan[slot]:
-            detail = f"{turn.request.key}: non-finite logits under version {self.version}"
-            error = TurnError("nan", self.name, detail)
+        error = self._nan_error(turn) if block.nan[slot] else None
         reason = FINISH_REASONS[int(block.finish[slot])]
         self._events.write(Finished(turn.request.key, reason, error))
 

@@ -154,9 +154,9 @@ class Paging:
         return self.pool.take(num)
 
 
-def chain(tokens: np.ndarray, page_size: int) -> list[int]:
-    """A hash for each page of the tokens, of it and of all before it; the last page may be cut."""
-    hashes, last = [], 0
+def chain(tokens: np.ndarray, page_size: int, salt: str = "") -> list[int]:
+    """A hash for each page of the tokens, of it, all before it and the salt; the last page may be cut."""
+    hashes, last = [], hash(salt) if salt else 0
     for at in range(0, len(tokens), page_size):
         last = hash((last, tokens[at : at + page_size].tobytes()))
         hashes.append(last)

@@ -28,8 +28,8 @@ class Context:
     page_size: int
 
     @classmethod
-    def of(cls, tokens: np.ndarray, page_size: int) -> "Context":
-        return cls(len(tokens), tuple(chain(tokens, page_size)), page_size)
+    def of(cls, tokens: np.ndarray, page_size: int, salt: str = "") -> "Context":
+        return cls(len(tokens), tuple(chain(tokens, page_size, salt)), page_size)
 
 
 class PrefillLine:

@@ -152,7 +152,7 @@ class PrefillServer:
             arrived_s=now,
             deadline_s=now + request.deadline_s,
             tokens=tokens,
-            chain=chain(tokens, page_size),
+            chain=chain(tokens, page_size, request.salt),
             start=first_missing(held, len(tokens), page_size),
         )
         if self._loop.fenced is None:
@@ -291,7 +291,7 @@ class PrefillServer:
         return other is not None and other.request.priority >= job.request.priority
 
     def _origin(self, job: Job) -> Origin:
-        return Origin(self.version, job.request.adapter)
+        return Origin(self.version, job.request.adapter, salt=job.request.salt)
 
     def _admit(self, job: Job, found: Found) -> bool:
         """False: there are too few pages."""

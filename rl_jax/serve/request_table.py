@@ -25,12 +25,14 @@ import numpy as np
 
 from rl_jax.engine.chunks import Chooser, Piece
 from rl_jax.engine.prefix_tree import Origin
+from rl_jax.serve import new_tokens
 from rl_jax.serve.block_log import BlockLog
 from rl_jax.serve.commands import Add, OnDone, PrefixJob
 from rl_jax.serve.events import Event, Finished, Parked, Started, Swapped, Tokens
 from rl_jax.serve.handover import Outgoing
 from rl_jax.serve.loop import answer
 from rl_jax.serve.paging import Found, Paging, chain
+from rl_jax.serve.refusals import refusal
 from rl_jax.serve.sessions import ActiveTurn, Phase, Session
 from rl_jax.serve.transfer import tokens_sha
 from rl_jax.settings import EngineSettings, ServeSettings
@@ -56,8 +58,12 @@ class RequestTable:
         paging: Paging,
         *,
         fresh_apart: bool = False,
+        has_extras: bool = False,
     ):
-        """paging: of the engine's cache. fresh_apart: of chunks.Chooser, as the engine likes it."""
+        """paging: of the engine's cache. fresh_apart: of chunks.Chooser, as the engine likes it. has_extras: whether
+        the engine has the programs for what clients of a served model ask for.
+        """
+        self._has_extras = has_extras
         self.paging = paging
         self.server, self.pool, self.engine, self.serve = server, pool, engine, serve
         self._chooser = Chooser(engine.chunk_sizes[-1], engine.chunk_requests, fresh_apart)
@@ -76,6 +82,7 @@ class RequestTable:
         self._ready: list[ActiveTurn] = []
         self._running: dict[int, ActiveTurn] = {}  # by slot
         self._streamed: set[int] = set()  # of these, slots whose turns are told of each block
+        self._asking: set[int] = set()  # and those that need Engine.generate's `held`
         self._free_slots = list(range(engine.slots - 1, -1, -1))
         self._filled_now: Counter[int] = (
             Counter()
@@ -158,9 +165,12 @@ class RequestTable:
 
     def pieces(self) -> tuple[list[ActiveTurn], list[Piece]]:
         """The next chunk: whose KV is extended, by which tokens."""
-        waiting = [(turn.session.kv_tokens, turn.missing_kv) for turn in self._filling]
+        filling = self._filling
+        scores = bool(filling) and filling[0].wants_scores  # by another program than the others
+        filling = [turn for turn in filling if turn.wants_scores == scores]
+        waiting = [(turn.session.kv_tokens, turn.missing_kv) for turn in filling]
         chosen = self._chooser.choose(waiting)
-        turns, pieces = [self._filling[i] for i, _ in chosen], []
+        turns, pieces = [filling[i] for i, _ in chosen], []
         for turn, (_, n) in zip(turns, chosen):
             start = turn.session.kv_tokens
             pieces.append(Piece(turn.session.tokens[start : start + n].copy(), start))
@@ -181,6 +191,9 @@ class RequestTable:
                 self._filling.remove(turn)
                 self._share(session)
                 self._made(turn)
+                if turn.wants_scores:
+                    turn.is_scored = True
+                    self._tell(turn, new_tokens.of_scores(turn))
                 turn.phase = Phase.READY
                 self._ready.append(turn)
 
@@ -237,10 +250,18 @@ class RequestTable:
         """The turn that generates in the slot. Its tokens are in `log` until it leaves."""
         return self._running.get(slot)
 
-    @property
-    def wants_likely(self) -> bool:
-        """Whether a turn that generates asks for the likeliest tokens."""
-        return any(self._running[slot].likely for slot in self._streamed)
+    def held(self) -> np.ndarray | None:
+        """Engine.generate's, while a turn asks for what only that does."""
+        if not self._asking:
+            return None
+        out = np.zeros(self.engine.slots, np.int32)
+        for slot in tuple(self._asking):
+            request = self._running[slot].request
+            out[slot] = request.token_index + request.min_new_tokens
+            sampled = self.log.num_tokens[slot] - len(request.tokens)
+            if not request.likely and sampled >= request.min_new_tokens:
+                self._asking.discard(slot)
+        return out
 
     def last_admitted(self) -> ActiveTurn:
         """Whose turn it is to give way where pages run out."""
@@ -293,38 +314,15 @@ class RequestTable:
     # --- private ----------------------------------------------------------------------------
 
     def _refuse(self, command: Add) -> TurnError | None:
-        request, engine = command.request, self.engine
-        n, context = len(request.tokens), engine.context
-        if n == 0:
-            kind, detail = "unsupported", "has an empty context; send at least one token"
-        elif n == 1 and command.job is not None:
-            kind, detail = "unsupported", "has 1 token; a prefix needs 2"
-        elif n >= context:
-            kind = "context"
-            detail = f"has {n} tokens but engine.context={context}; shorten it or raise the context"
-        elif request.stop:
-            kind, detail = (
-                "unsupported",
-                "has stop strings; use stop_token_ids, text is not known here",
-            )
-        elif request.adapter is not None:
-            kind, detail = "unsupported", f"wants adapter {request.adapter!r}; none is served"
-        elif len(request.stop_token_ids) > engine.num_stop_tokens:
-            kind = "unsupported"
-            detail = (
-                f"has {len(request.stop_token_ids)} stop token ids but "
-                f"engine.num_stop_tokens={engine.num_stop_tokens}; raise it"
-            )
-        elif len(self.turns) >= self.serve.queue_size:
-            error = (
-                f"{request.key}: serve.queue_size={self.serve.queue_size} requests are here already"
-            )
-            return TurnError("queue_full", self.server, error, retryable=True)
-        elif request.session in self.sessions and self.sessions[request.session].turn is not None:
-            kind, detail = "unsupported", "comes while another turn of its session is under way"
-        else:
-            return None
-        return TurnError(kind, self.server, f"{request.key} {detail}")
+        request = command.request
+        why = refusal(command, self.engine, self._has_extras)
+        session = self.sessions.get(request.session)
+        if why is None and len(self.turns) >= self.serve.queue_size:
+            detail = f"serve.queue_size={self.serve.queue_size} requests are here already"
+            return TurnError("queue_full", self.server, f"{request.key}: {detail}", retryable=True)
+        if why is None and session is not None and session.turn is not None:
+            why = "unsupported", "comes while another turn of its session is under way"
+        return why and TurnError(why[0], self.server, f"{request.key} {why[1]}")
 
     def _add_turn(self, command: Add) -> None:
         request = command.request
@@ -332,6 +330,9 @@ class RequestTable:
         if session is None:
             session = self.sessions[request.session] = Session(request.session, self.engine.context)
         session.released = command.job is not None  # nobody comes back to it
+        if session.salt != request.salt:
+            self._forget(session)
+            session.salt = request.salt
         session.set_context(np.asarray(request.tokens, np.int32))
         added = session.tokens[session.reported : session.num_tokens - request.token_index]
         turn = ActiveTurn(
@@ -345,7 +346,6 @@ class RequestTable:
             order=(-request.priority, self._arrivals),
             job=command.job,
             on_tokens=command.on_tokens,
-            likely=command.likely,
         )
         self._arrivals += 1
         session.turn = turn
@@ -371,26 +371,26 @@ class RequestTable:
 
     def _origins(self, turn: ActiveTurn) -> list[Origin]:
         """Where KV that the turn may read now is listed; the best first. What goes to others is of one version."""
-        session, origins = turn.session, [Origin(self.version)]
+        session, origins = turn.session, [Origin(self.version, salt=turn.request.salt)]
         keeps = self.kv_policy == "keep" and turn.job is None
         if keeps and session.listed not in (None, origins[0]):
             origins.append(session.listed)
         return origins
 
     def _find(self, turn: ActiveTurn) -> Found:
-        """What the tree has of the turn's history."""
-        session = turn.session
-        return self.paging.find(self._origins(turn), session.tokens[: session.num_tokens - 1])
+        """What the tree has of the turn's history; nothing where all of it is to be scored."""
+        session, num = turn.session, 0 if turn.wants_scores else turn.session.num_tokens - 1
+        return self.paging.find(self._origins(turn), session.tokens[:num])
 
     def _chain(self, turn: ActiveTurn) -> list[int]:
         if turn.chain is None:
             tokens = turn.session.tokens[: turn.session.num_tokens - 1]
-            turn.chain = chain(tokens, self.paging.spec.page_size)
+            turn.chain = chain(tokens, self.paging.spec.page_size, turn.request.salt)
         return turn.chain
 
     def _waits_for_another(self, turn: ActiveTurn, found: Found) -> bool:
         """Whether the next page that the tree lacks is being computed for another turn."""
-        if not self._filled_now or turn.prefix is not None:
+        if not self._filled_now or turn.prefix is not None or turn.wants_scores:
             return False
         if found.num_tokens == turn.session.num_tokens - 1:
             return False
@@ -427,6 +427,7 @@ class RequestTable:
             session.computed = max(session.computed, prefix.num_tokens)
             turn.prefix = prefix = None
         session.found_kv(found.num_tokens, found.origin)
+        turn.scored = [] if turn.wants_scores else turn.scored
         turn.cached_prompt = found.num_tokens
         counter = "cached_tokens" if turn.job is None else "found_tokens"
         self.counters[counter] += found.num_tokens
@@ -459,7 +460,7 @@ class RequestTable:
     def _usable(self, turn: ActiveTurn, found: Found) -> bool:
         """Whether the turn's prefix may be read here, behind what was found."""
         prefix, session = turn.prefix, turn.session
-        if prefix is None:
+        if prefix is None or turn.wants_scores:
             return False
         n = session.num_tokens - 1
         # The key of cached KV holds all it was computed from: tokens, adapter, version.
@@ -484,6 +485,7 @@ class RequestTable:
         elif session.slot is not None:
             del self._running[session.slot]
             self._streamed.discard(session.slot)
+            self._asking.discard(session.slot)
             for made in self.log.stop(session.slot, is_filtered=turn.is_filtered):
                 turn.add(made)
         if session.slot is None:
@@ -510,6 +512,8 @@ class RequestTable:
         self._running[event.slot] = turn
         if turn.on_tokens is not None:
             self._streamed.add(event.slot)
+        if turn.request.likely or turn.request.min_new_tokens > 0:
+            self._asking.add(event.slot)
         self.log.start(event.slot, event.epoch, turn.session.num_tokens)
         if had_prefix:
             self._share(turn.session)
@@ -518,25 +522,14 @@ class RequestTable:
     def _tokens(self, event: Tokens) -> None:
         num, stale = self.log.add(event, self.now_s)
         for slot in self._streamed:
-            self._tell(self._running[slot], event)
+            turn = self._running[slot]
+            if (piece := new_tokens.of_block(turn, event)) is not None:
+                self._tell(turn, piece)
         self.counters["decode_tokens"] += num
         self.counters["stale_tokens"] += stale
 
-    def _tell(self, turn: ActiveTurn, event: Tokens) -> None:
-        """The turn's tokens of a block, to whoever follows it."""
-        assert (
-            turn.on_tokens is not None and turn.session.slot is not None and event.block is not None
-        )
-        slot, block = turn.session.slot, event.block
-        n = int(event.counts[slot]) if event.epochs[slot] == turn.epoch else 0
-        if n:
-            piece = NewTokens(
-                block.tokens[slot, :n],
-                block.logprobs[slot, :n],
-                block.sampled_logprobs[slot, :n],
-                event.version,
-                None if block.likely is None else tuple(x[slot, :n] for x in block.likely),
-            )
+    def _tell(self, turn: ActiveTurn, piece: NewTokens) -> None:
+        if turn.on_tokens is not None:
             self.counters["callback_errors"] += not answer(turn.on_tokens, piece)
 
     def _finished(self, event: Finished) -> None:
@@ -565,8 +558,8 @@ class RequestTable:
         self.kv_policy = event.kv
         self._can_admit = True
         parked = [*self._running.values(), *self._ready, *self._filling]
-        if event.kv == "keep":  # of a prefix for another server all KV is of one version
-            parked = [turn for turn in parked if turn.job is not None]
+        if event.kv == "keep":  # a prefix for another server, and scores, are of one version
+            parked = [turn for turn in parked if turn.job is not None or turn.wants_scores]
         self.counters["parked"] += sum(turn.is_running for turn in parked)
         for turn in parked:
             self._leave(turn, keeps=False)
@@ -577,8 +570,14 @@ class RequestTable:
 
     def _remove(self, session: Session) -> None:
         del self.sessions[session.name]
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        """What is listed for nobody else goes."""
+        session.drop_kv()
         if session.listed is not None and session.listed.owner is not None:
-            self.paging.tree.forget(session.listed)  # nobody else may read it
+            self.paging.tree.forget(session.listed)
+        session.listed = None
 
     def _answer(self, on_done: OnDone, result: Turn | TurnError) -> None:
         self.counters["callback_errors"] += not answer(on_done, result)

@@ -78,7 +78,6 @@ class Flight:
     times_s: dict[str, float] = field(default_factory=dict)
     on_sent: Callable[[], None] | None = None  # once, when the decode server has the request
     on_tokens: Callable[[NewTokens], None] | None = None
-    likely: bool = False  # tell it the likeliest tokens too
     waits: asyncio.Future | None = (
         None  # for a prefix that is computed for another, or for an abort
     )
@@ -90,8 +89,8 @@ class Flight:
 
 
 def context_hash(request: TurnRequest) -> int:
-    """Of the tokens whose KV a turn needs before it samples."""
-    return hash(np.asarray(request.tokens[:-1], np.int32).tobytes())
+    """Of the tokens whose KV a turn needs before it samples, and of who may share it."""
+    return hash((request.salt, np.asarray(request.tokens[:-1], np.int32).tobytes()))
 
 
 class TemplateMismatch(ValueError):
@@ -157,16 +156,11 @@ class Router:
         self,
         request: TurnRequest,
         on_tokens: Callable[[NewTokens], None] | None = None,
-        *,
-        likely: bool = False,
     ) -> Turn:
-        """One turn. on_tokens: told, on the loop, of its tokens as blocks make them; never by a server that cannot
-        stream (another process's), whose Turn alone has them. likely: with the likeliest tokens in their places.
-        Raises: TurnError.
-        """
+        """One turn. on_tokens: told, on the loop, of its tokens as blocks make them. Raises: TurnError."""
         deadline = now_s() + request.deadline_s
         placed, moved = self._place(request)
-        flight = Flight(request, placed.server, on_tokens=on_tokens, likely=likely)
+        flight = Flight(request, placed.server, on_tokens=on_tokens)
         self._flights.setdefault(request.uid, []).append(flight)
         self._counters["turns"] += 1
         try:
@@ -309,6 +303,7 @@ class Router:
             or decode in self._roles.prefill
             or len(request.tokens) < 2
             or request.max_new_tokens <= 0
+            or request.scores  # who computes them computes all of it
         ):
             return None
         needed = np.asarray(request.tokens[:-1], np.int32)
@@ -316,7 +311,7 @@ class Router:
         limit, suffix = decode.engine.settings.append_limit, len(needed) - held
         if held and limit and appends(limit, suffix, 0, None):
             return None
-        context = Context.of(needed, servers[0].engine.spec.page_size)
+        context = Context.of(needed, servers[0].engine.spec.page_size, request.salt)
         line = choose_line([self._lines[server.name] for server in servers], context)
         if held and self._appends(decode, line, context, suffix):
             return None
@@ -392,10 +387,10 @@ class Router:
                 loop.call_soon_threadsafe(flight.on_tokens, piece)
 
         def send(answer: Callable[[Any], None]) -> None:
-            if flight.on_tokens is None or not getattr(server, "streams", False):
+            if flight.on_tokens is None:
                 server.submit(ask, prefix, answer)
             else:
-                server.submit(ask, prefix, answer, told, likely=flight.likely)
+                server.submit(ask, prefix, answer, told)
             flight.sent()
             if flight.aborted is not None:  # while its prefix was computed
                 server.abort(request.uid, flight.aborted)

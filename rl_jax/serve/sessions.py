@@ -17,7 +17,7 @@ import numpy as np
 from rl_jax.engine.prefix_tree import Origin
 from rl_jax.serve.block_log import Made
 from rl_jax.serve.commands import OnDone, OnTokens, PrefixJob
-from rl_jax.types import FinishReason, Prefix, Turn, TurnRequest, VersionSpan
+from rl_jax.types import FinishReason, NewTokens, Prefix, Turn, TurnRequest, VersionSpan
 
 
 class Session:
@@ -30,6 +30,7 @@ class Session:
         self.reported = 0
         self.kv_tokens = 0
         self.kv_oldest = self.kv_newest = -1
+        self.salt = ""  # of the last turn's request
         self.computed = 0  # tokens whose KV was computed before, perhaps under another version
         self.slot: int | None = None
         self.listed: Origin | None = None  # where its KV was listed last
@@ -77,7 +78,7 @@ class Session:
     def origin(self) -> Origin:
         """What the KV depends on: of one version it is anybody's, of several it is this session's only."""
         is_pure = self.kv_oldest == self.kv_newest
-        return Origin(self.kv_oldest, owner=None if is_pure else self.name)
+        return Origin(self.kv_oldest, owner=None if is_pure else self.name, salt=self.salt)
 
     def drop_kv(self) -> None:
         """What the slot holds is of no use; `computed` remembers that it was there."""
@@ -107,7 +108,6 @@ class ActiveTurn:
     order: tuple[int, int]  # (-priority, arrival): who goes first
     job: PrefixJob | None = None  # its KV goes to another server, and nothing is generated
     on_tokens: OnTokens | None = None  # told of each block's tokens
-    likely: bool = False  # and of the likeliest in their places
     phase: Phase = Phase.WAITING
     waits_from_s: float = 0.0  # since when it is in the line, on the monotonic clock
     epoch: int = -1
@@ -120,6 +120,8 @@ class ActiveTurn:
     armed_s: float = 0.0
     first_s: float = 0.0  # its first token was on the host
     num_sampled: int = 0
+    scored: list[NewTokens] = field(default_factory=list)  # in order; new_tokens.py
+    is_scored: bool = False  # and it was told
     logprobs: list[np.ndarray] = field(default_factory=list)
     sampled_logprobs: list[np.ndarray] = field(default_factory=list)
     support: list[np.ndarray] = field(default_factory=list)
@@ -130,6 +132,11 @@ class ActiveTurn:
     def __post_init__(self):
         request = self.request
         self.is_filtered = request.temperature > 0 and (request.top_p < 1 or request.top_k > 0)
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether log-probs of its own tokens are still to be computed."""
+        return self.request.scores and not self.is_scored
 
     @property
     def is_running(self) -> bool:

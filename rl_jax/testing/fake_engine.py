@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.kv import NO_PAGE, KVSpec
+from rl_jax.engine.programs import Scores
 from rl_jax.engine.state import FINISH_CODES
 from rl_jax.mesh import make_mesh, named_sharding
 from rl_jax.settings import EngineSettings
@@ -49,6 +50,7 @@ class FakeEngine:
     mean nothing."""
 
     packs_fresh = False
+    num_likely = NUM_LIKELY
 
     def __init__(
         self,
@@ -113,6 +115,20 @@ class FakeEngine:
         state.kv[page, position % size] = chunk.tokens[real] + int(params["offset"])
         return state
 
+    def score(
+        self,
+        params: Mapping[str, jax.Array],
+        state: FakeState,
+        tables: np.ndarray,
+        chunk: PrefillChunk,
+        targets: np.ndarray,
+    ) -> tuple[FakeState, Scores]:
+        """As append; a target t has the log-prob of a sampled one, the rank t + 1 and the likeliest of `held`."""
+        state = self.append(params, state, tables, chunk)
+        logprobs = np.array([self.logprob(int(t)) for t in targets], np.float32)
+        nan = np.full(len(targets), int(params["offset"]) == NAN_OFFSET)
+        return state, Scores(logprobs, targets + 1, nan, *self._likely(targets, logprobs))
+
     def arm(self, state: FakeState, slots: np.ndarray, sampling: SlotSampling) -> FakeState:
         state = self._donate(state)
         for r, slot in enumerate(slots.tolist()):
@@ -127,9 +143,10 @@ class FakeEngine:
         state: FakeState,
         tables: np.ndarray,
         *,
-        likely: bool = False,
+        held: np.ndarray | None = None,
     ) -> tuple[FakeState, BlockTokens]:
-        """likely: the sampled token, then those before it, each less likely by 1."""
+        """held: tells the likeliest: the sampled token, then those before it, each less likely by 1. In place of a stop
+        token that is held off comes the next id that is none."""
         self.before_block(self)
         state = self._donate(state)
         self.num_blocks += 1
@@ -146,6 +163,7 @@ class FakeEngine:
         )
         for slot in list(state.slots):
             sampling = state.slots[slot]
+            sampling["held"] = 0 if held is None else int(held[slot])
             block.slot_epoch[slot] = sampling["epoch"]
             for step in range(k):
                 context = state.kv, tables[slot]
@@ -154,11 +172,15 @@ class FakeEngine:
                     block.finish[slot] = FINISH_CODES[finish]
                     del state.slots[slot]
                     break
-        if likely:
-            ids = (block.tokens[..., None] - np.arange(NUM_LIKELY)) % self.vocab_size
-            logprobs = block.logprobs[..., None] - np.arange(NUM_LIKELY)
-            block = replace(block, likely=(ids.astype(np.int32), logprobs.astype(np.float32)))
+        if held is not None:
+            block = replace(block, likely=self._likely(block.tokens, block.logprobs))
         return state, block
+
+    def _likely(self, tokens: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids = (tokens[..., None] - np.arange(NUM_LIKELY)) % self.vocab_size
+        return ids.astype(np.int32), (logprobs[..., None] - np.arange(NUM_LIKELY)).astype(
+            np.float32
+        )
 
     def extract(self, state: FakeState, pages: np.ndarray) -> tuple:
         # jnp.array copies: device_put of numpy memory may alias it on CPU.
@@ -217,6 +239,9 @@ class FakeEngine:
         kv[page[-1], place[-1]] = int(sampling["last_token"]) + offset
         seed = int(sampling["seed"]) % self.vocab_size
         token = int(kv[page, place].sum() + seed + index) % self.vocab_size
+        stops = sampling["stop_token_ids"].tolist()
+        while index < sampling["held"] and token in stops:
+            token = (token + 1) % self.vocab_size
         block.tokens[slot, step], block.valid[slot, step] = token, True
         block.logprobs[slot, step] = block.sampled_logprobs[slot, step] = self.logprob(token)
         sampling |= {
@@ -224,7 +249,6 @@ class FakeEngine:
             "context_length": length + 1,
             "token_index": index + 1,
         }
-        stops = sampling["stop_token_ids"].tolist()
         if token == stops[0]:
             return FinishReason.EOS
         if token in stops:

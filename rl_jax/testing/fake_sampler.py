@@ -78,10 +78,8 @@ class FakeSampler:
         self,
         request: TurnRequest,
         on_tokens: Callable[[NewTokens], None] | None = None,
-        *,
-        likely: bool = False,
     ) -> Turn:
-        """on_tokens: as Router's, without the likeliest.
+        """on_tokens: as Router's, without the likeliest and scores.
 
         Raises TurnError as `fail` says, or kind "context" if the context is full already.
         """

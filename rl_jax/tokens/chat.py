@@ -6,7 +6,7 @@ Scaffold and content are separate segments, so that content cannot forge the sca
 the end of the system message, which is made if there is none; calls are the parser's text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,6 +36,12 @@ class ChatRenderer:
         self.parser: ToolParser = Hermes() if parser is None else parser
         self.stop_token_ids = tokenizer.stop_token_ids
         self.template_sha256 = sha256_of("chat", tokenizer, self.parser.name)
+
+    def with_options(self, options: Mapping[str, bool | str]) -> "ChatRenderer":
+        """See Renderer."""
+        if options:
+            raise ValueError(f"{sorted(options)[0]!r:.80} is no option: this format has none")
+        return self
 
     def first(self, messages: Sequence[Message], tools: Tools = ()) -> np.ndarray:
         """See Renderer."""

@@ -32,6 +32,13 @@ class Renderer(Protocol):
         int, ...
     ]  # sampling one of these ends a turn; the first is the end that said() writes
 
+    def with_options(self, options: Mapping[str, bool | str]) -> "Renderer":
+        """The same format with these of its options chosen.
+
+        Raises: ValueError, one line: an option that the format does not read, or a value that it cannot have.
+        """
+        ...
+
     def first(self, messages: Sequence[Message], tools: Tools = ()) -> np.ndarray:
         """The first context, up to and with the assistant's header.
 

@@ -20,7 +20,8 @@ Must not: keep anything between two calls.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,7 +30,7 @@ from rl_jax.tokens.chat import check_first, text_of, with_tools
 from rl_jax.tokens.hf import HfTokenizer
 from rl_jax.tokens.marks import PRIVATE_CLASS, Marks
 from rl_jax.tokens.renderer import Tools, sha256_of
-from rl_jax.tokens.template_engine import compile_template
+from rl_jax.tokens.template_engine import compile_template, variables_of
 from rl_jax.tokens.template_limits import TemplateLimitError
 from rl_jax.tokens.template_messages import (
     FIRST_SAID,
@@ -55,6 +56,15 @@ from rl_jax.types import Action, Message, ToolCall
 MARKUP = re.compile(r"<[|｜][^\s<>]*?[|｜]>|</?[a-z]+_of_[a-z]+>")
 
 
+# What a client may tell a template beside the messages. No free text: it would stand in the scaffold, where names of
+# control tokens are control tokens.
+OPTIONS: Mapping[str, tuple[bool | str, ...]] = {
+    "enable_thinking": (False, True),
+    "thinking": (False, True),
+    "reasoning_effort": ("low", "medium", "high"),
+}
+
+
 @dataclass(frozen=True)
 class Rendering:
     text: str  # content in the private alphabet of `marks`
@@ -67,6 +77,7 @@ class TemplateRenderer:
     def __init__(self, tokenizer: HfTokenizer, template: str, parser: ToolParser):
         """Raises ValueError, one line, for a template that cannot be rendered, or that changes content."""
         self.tokenizer, self.parser, self._template = tokenizer, parser, template
+        self._options: dict[str, bool | str] = {}
         self._where = f"the chat template of {tokenizer.directory}"
         if re.search(f"[{PRIVATE_CLASS}]", template):
             raise ValueError(
@@ -93,6 +104,22 @@ class TemplateRenderer:
         )
 
     # --- Renderer -------------------------------------------------------------------------------------------------
+
+    def with_options(self, options: Mapping[str, bool | str]) -> "TemplateRenderer":
+        """See Renderer."""
+        if not options:
+            return self
+        read = variables_of(self._template)
+        for name, value in options.items():
+            if name not in OPTIONS or name not in read:
+                known = ", ".join(sorted(read & set(OPTIONS))) or "none"
+                raise ValueError(f"{name!r:.80} is no option of this template; it reads {known}")
+            if value not in OPTIONS[name]:
+                told = ", ".join(map(repr, OPTIONS[name]))
+                raise ValueError(f"{name} is {value!r:.80}; it may be {told}")
+        twin = copy(self)
+        twin._options = {**self._options, **options}
+        return twin
 
     def first(self, messages: Sequence[Message], tools: Tools = ()) -> np.ndarray:
         """See Renderer."""
@@ -240,6 +267,7 @@ class TemplateRenderer:
             documents=None,
             add_generation_prompt=prompt,
             **self.tokenizer.special_tokens,
+            **self._options,
         )
         return text + self._header if prompt else text
 

@@ -11,6 +11,7 @@ renderings.
 """
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, LoopControlExtension
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 
@@ -59,12 +61,7 @@ def compile_template(text: str, where: str) -> Render:
     """
     if len(text) > MAX_TEMPLATE:
         raise ValueError(f"{where} has {len(text)} characters, more than {MAX_TEMPLATE}")
-    environment = LimitedEnvironment(
-        {"tojson": _tojson},
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, LoopControlExtension],
-    )
+    environment = _environment()
     functions: dict[str, Any] = {"raise_exception": _raise, "strftime_now": _strftime}
     environment.globals.update(functions)
     try:
@@ -88,6 +85,21 @@ def compile_template(text: str, where: str) -> Render:
             raise ValueError(f"{where} refuses the messages: {_told(error)}") from None
 
     return render
+
+
+@functools.lru_cache(maxsize=16)
+def variables_of(text: str) -> frozenset[str]:
+    """Names that a template reads of what it is given. text: one that compile_template took."""
+    return frozenset(find_undeclared_variables(_environment().parse(text)))
+
+
+def _environment() -> LimitedEnvironment:
+    return LimitedEnvironment(
+        {"tojson": _tojson},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, LoopControlExtension],
+    )
 
 
 def _beyond(where: str, error: LimitExceeded) -> TemplateLimitError:

@@ -188,3 +188,32 @@ def test_likeliest_are_the_log_probs_of_the_largest_logits():
         whole = row / t - np.log(np.exp(row / t).sum())
         assert np.asarray(i).tolist() == np.argsort(-row)[:5].tolist()
         np.testing.assert_allclose(p, whole[np.asarray(i)], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [sample, sample_tiled])
+def test_banned_ids_are_never_drawn_and_cost_the_others_nothing(by):
+    """Of 64 rows every other one may not draw its best id; half of all have a filter, a quarter are greedy."""
+    rows, num_ids = np.arange(64), 40
+    logits = np.asarray(jax.random.normal(jax.random.key(5), (64, num_ids)) * 3)
+    best, temperature = logits.argmax(axis=1), np.where(rows % 4 == 0, 0.0, 1.0)
+    seeds = np.stack([rows * 0, rows], -1).astype(np.uint32)
+    top_k = np.where(rows < 32, 0, 3).astype(np.int32)
+    jitted = jax.jit(lambda banned: by(
+        logits, seeds, rows * 0, temperature.astype(np.float32), np.ones(64, np.float32), top_k, banned=banned
+    ))  # fmt: skip
+    banned = (rows % 2 == 0)[:, None] & (np.arange(num_ids) == best[:, None])
+    free, held = (jax.tree.map(np.asarray, jitted(b)) for b in (np.zeros_like(banned), banned))
+    odd = rows % 2 == 1
+    assert free.tokens[odd].tolist() == held.tokens[odd].tolist()
+    assert (held.tokens[~odd] != best[~odd]).all() and not held.nan.any()
+    assert (free.tokens[temperature == 0] == best[temperature == 0]).all()
+    scaled = logits.astype(np.float64)  # temperature 1, greedy too
+    whole = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(held.logprobs, whole[rows, held.tokens], atol=1e-5)
+    cut = np.where(banned, -np.inf, scaled)
+    third = np.sort(cut, axis=1)[:, -3]
+    filtered = (top_k > 0) & (temperature > 0)
+    cut = np.where(filtered[:, None] & (cut < third[:, None]), -np.inf, cut)
+    cut -= np.log(np.exp(cut).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(held.sampled_logprobs, cut[rows, held.tokens], atol=1e-5)

@@ -99,6 +99,24 @@ def test_answers_come_in_any_order_to_the_call_that_asked(ends):
         assert answer.body == {"n": i} and answer.arrays[0].tolist() == [i] * 3
 
 
+def test_parts_come_in_their_order_and_before_the_answer(ends):
+    held, parts, done = [], [], threading.Event()
+    ours, _ = ends.pair({"work": held.append})
+    number = ours.ask(
+        "work", None, deadline_s=PATIENCE_S, done=lambda answer: parts.append(answer) or done.set(),
+        on_part=parts.append,
+    )  # fmt: skip
+    until(lambda: held)
+    for i in range(50):
+        held[0].part({"n": i}, [np.full(2, i)])
+    held[0].answer({"n": 50})
+    held[0].part({"n": 51})  # nobody waits for it any more
+    assert done.wait(PATIENCE_S)
+    until(lambda: ours.stats()["late"] == 1)
+    assert [part.body["n"] for part in parts] == list(range(51)) and number == 1
+    assert parts[7].arrays[0].tolist() == [7, 7]
+
+
 def test_both_ends_may_ask_and_errors_keep_their_type(ends):
     def fail(request):
         raise {"value": ValueError("no"), "key": KeyError("gone"), "odd": Odd("strange")}[

@@ -16,6 +16,7 @@ from rl_jax.types import (
     Ack,
     Digest,
     FinishReason,
+    NewTokens,
     Prefix,
     Turn,
     TurnError,
@@ -74,7 +75,7 @@ def turns(draw):
 
 @st.composite
 def requests(draw):
-    values = {"str": words, "int": ints, "float": seconds}
+    values = {"str": words, "int": ints, "float": seconds, "bool": st.booleans()}
     chosen = {name: draw(values[kind.__name__]) for name, kind in codec.REQUEST_FIELDS.items()}
     chosen["seed"] = draw(st.integers(0, 2**64 - 1))
     return TurnRequest(
@@ -94,6 +95,39 @@ def test_request_comes_back(request_):
     assert {*codec.REQUEST_FIELDS, "tokens", "stop_token_ids", "stop", "adapter"} == {
         field.name for field in fields(TurnRequest)
     }
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.booleans(), st.booleans(), ints)
+def test_new_tokens_come_back(num, has_likely, is_prompt, version):
+    logprobs = bits(num, np.float32, 1)
+    best = (
+        bits(num * 3, np.int32, 2).reshape(num, 3),
+        bits(num * 3, np.float32, 3).reshape(num, 3),
+    )
+    ranks = bits(num, np.int32, 4) if is_prompt else None
+    piece = NewTokens(bits(num, np.int32, 5), logprobs, logprobs, version, None, ranks)
+    piece = replace(piece, likely=best if has_likely else None)
+    body, arrays = codec.piece_to_wire(piece)
+    got = codec.piece_from_wire(through_json(body), arrays)
+    assert equal(replace(got, likely=None), replace(piece, likely=None))
+    assert (got.likely is None) == (not has_likely)
+    if got.likely is not None:
+        assert [a.tobytes() for a in got.likely] == [a.tobytes() for a in best]
+
+
+@pytest.mark.parametrize("cut", [["tokens"], ["likely"], ["ids", "logprobs"], ["version"]])
+def test_what_are_no_new_tokens_is_refused(cut):
+    ones = np.ones(3, np.float32)
+    best = (np.zeros((3, 2), np.int32), np.zeros((3, 2), np.float32))
+    body, arrays = codec.piece_to_wire(NewTokens(np.zeros(3, np.int32), ones, ones, 1, best))
+    kept = [i for i, name in enumerate(body["arrays"]) if name not in cut]
+    body = {"arrays": [body["arrays"][i] for i in kept], "version": "1" if "version" in cut else 1}
+    with pytest.raises(CodecError):
+        codec.piece_from_wire(body, [arrays[i] for i in kept])
+    with pytest.raises(CodecError):
+        names = {"arrays": ["tokens", "logprobs", "sampled_logprobs"], "version": 1}
+        codec.piece_from_wire(names, [np.zeros(3, np.int32), ones, ones[:2]])
 
 
 @settings(deadline=None)

@@ -79,9 +79,9 @@ def test_server_lost_in_generation_fails_its_turns_in_time_and_is_refitted(world
     assert lost.stats()["decode_tokens"] >= decoded + 6, "counters only rise"
 
 
-def submit(server, request):
+def submit(server, request, on_tokens=None):
     done: queue.Queue = queue.Queue()
-    server.submit(request, None, done.put)
+    server.submit(request, None, done.put, on_tokens)
     return done
 
 
@@ -189,10 +189,13 @@ def test_all_decode_servers_dead_is_told_by_router_and_sync(world, kit):
     assert "decode.1: its process ended" in str(error)
 
 
-def test_tokens_of_a_version_that_was_not_committed_never_get_out(world, kit):
-    server = world.decode[0]
+@pytest.mark.parametrize("streams", [False, True])
+def test_tokens_of_a_version_that_was_not_committed_never_get_out(world, kit, streams):
+    server, pieces = world.decode[0], []
     server._versions.clear()  # as if the process had weights that nobody told it to use
-    error = submit(server, kit.ask("unknown")).get(timeout=kit.PATIENCE_S)
+    told = pieces.append if streams else None
+    error = submit(server, kit.ask("unknown"), told).get(timeout=kit.PATIENCE_S)
+    assert pieces == []
     assert isinstance(error, TurnError) and error.retryable
     assert f"tokens of version {world.version}, which was not committed" in str(error)
     assert "cannot be used" in server.fenced

@@ -13,6 +13,7 @@ import pytest
 
 from rl_jax.serve import Router
 from rl_jax.serve.balance import Balance
+from rl_jax.tokens import ByteTokenizer, ChatRenderer
 from rl_jax.types import FinishReason, Turn, TurnError
 
 pytestmark = pytest.mark.slow
@@ -148,6 +149,84 @@ def test_abort_ends_a_turn_with_what_was_sampled(world, kit):
     assert turn.finish is FinishReason.ABORT and 0 < len(turn.tokens) < 60
     assert world.is_clean(request, turn)
     server.release("c#0")
+
+
+def test_a_turn_is_told_while_it_runs(world, kit):
+    pieces, at = [], []
+    request = kit.ask("told", range(1, 20), max_new_tokens=12, likely=True, scores=True)
+    tell = lambda piece: pieces.append(piece) or at.append(time.monotonic())
+
+    async def run():
+        turn = await world.router([world.decode[0]]).generate(request, tell)
+        return turn, time.monotonic()
+
+    (turn, end_s) = kit.together(run())[0]
+    world.decode[0].release(request.session)
+    assert world.is_clean(request, turn)
+    scores, *blocks = pieces
+    assert scores.tokens.tolist() == list(range(2, 20)) and scores.version == world.version
+    assert scores.ranks.tolist() == list(range(3, 21))
+    assert np.concatenate([p.tokens for p in blocks]).tolist() == turn.tokens.tolist()
+    assert np.concatenate([p.logprobs for p in blocks]).tolist() == turn.logprobs.tolist()
+    assert np.concatenate([p.likely[0] for p in blocks])[:, 0].tolist() == turn.tokens.tolist()
+    assert len(blocks) == 3 and end_s - at[1] > kit.BLOCK_S  # while it ran, and not with its end
+
+
+def test_nothing_is_told_after_a_fence(world, kit):
+    if world.backend == "inproc":
+        pytest.skip("a fence is a command there; the block under way may still be told")
+    pieces, server = [], world.decode[0]
+    done: queue.Queue = queue.Queue()
+    ask = kit.ask("fenced", range(1, 20), max_new_tokens=40)
+    server.submit(ask, None, done.put, pieces.append)
+    kit.until(lambda: pieces)
+    server.fence("told to")
+    num = len(pieces)
+    assert isinstance(done.get(timeout=kit.PATIENCE_S), TurnError)
+    time.sleep(4 * kit.BLOCK_S)
+    assert len(pieces) == num
+    world.heal()
+
+
+def test_http_streams_what_it_says_at_once(world, kit):
+    """Over servers of another process as over one of its own: alternatives, scored prompts, and a client that goes."""
+    pytest.importorskip("fastapi"), pytest.importorskip("uvicorn")
+    from rl_jax.http.api import Api
+    from rl_jax.http.asks import Served
+    from rl_jax.testing.http_world import LIMITS
+    from rl_jax.testing.http_world import World as HttpWorld
+
+    served = Served("fake", ChatRenderer(ByteTokenizer()), kit.ENGINE.context, 97, 2, LIMITS)
+    api = Api(served, world.router(), world.decode, slots=2 * kit.ENGINE.slots)
+    planes = HttpWorld(api.sampler, world.decode, api=api)
+    try:
+        ask = {"prompt": list(range(9, 30)), "max_tokens": 10, "n": 3, "seed": 2, "logprobs": 2,
+               "return_token_ids": True, "ignore_eos": True}  # fmt: skip
+        whole = planes.post("/v1/completions", ask).body["choices"]
+        parts = [{"text": "", "token_ids": [], "values": [], "top": []} for _ in whole]
+        events = planes.events("/v1/completions", ask)
+        for choice in (c for event in events for c in event["choices"]):
+            part, told = parts[choice["index"]], choice["logprobs"]
+            part["text"] += choice["text"]
+            part["token_ids"] += choice.get("token_ids", [])
+            part["values"] += told["token_logprobs"] if told else []
+            part["top"] += told["top_logprobs"] if told else []
+        assert len(events) >= 9  # blocks of 4
+        for part, choice in zip(parts, whole):
+            logprobs = choice["logprobs"]
+            want = choice["text"], choice["token_ids"], *logprobs.values()
+            assert (part["text"], part["token_ids"]) == want[:2] and len(part["top"][0]) == 2
+            assert part["values"] == logprobs["token_logprobs"]
+            assert part["top"] == logprobs["top_logprobs"]
+        told = planes.post("/v1/completions", {**ask, "prompt_logprobs": 1}).body["choices"][0]
+        assert len(told["prompt_logprobs"]) == 21 and told["prompt_logprobs"][5]["14"]["rank"] == 15
+        assert planes.get("/metrics").status == 200
+        sock = planes.open("/v1/completions", {**ask, "max_tokens": 40, "stream": True})
+        kit.until(lambda: sum(s.stats()["running"] for s in world.decode) == 3)
+        sock.close()
+        kit.until(lambda: sum(s.stats()["running"] for s in world.decode) == 0)
+    finally:
+        planes.stop()
 
 
 def test_errors_are_the_same(world, kit):

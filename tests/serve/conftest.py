@@ -60,7 +60,7 @@ class Turns:
     def __init__(self, server):
         self.server, self.num_answers = server, {}
 
-    def start(self, request: TurnRequest, prefix=None) -> Future:
+    def start(self, request: TurnRequest, prefix=None, on_tokens=None) -> Future:
         future = Future()
 
         def on_done(result):
@@ -70,7 +70,7 @@ class Turns:
             else:
                 future.set_result(result)
 
-        self.server.submit(request, prefix, on_done)
+        self.server.submit(request, prefix, on_done, on_tokens)
         return future
 
     def run(self, request: TurnRequest, prefix=None):
