@@ -6,6 +6,7 @@ ids; a token has a log-prob, an advantage and a version only where the trace has
 Must not: escape: whoever shows it does that.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -104,7 +105,9 @@ def tools(samples: Samples, texts: Texts, step: int, split: str) -> dict[str, An
                     kind["errors"] += "error" in call
                     kind["rewards"].append(number_or_none(index.reward[i]))
                     if len(kind["examples"]) < 5:
-                        said = call.get("error") or call.get("arguments")
+                        said = call.get("error") or json.dumps(
+                            call["arguments"], ensure_ascii=False
+                        )
                         kind["examples"].append(
                             {
                                 "i": i,
