@@ -36,6 +36,7 @@ from rl_jax.profiling import CompileSpans, Profiler
 from rl_jax.remote.channel import Request
 from rl_jax.remote.learner_wire import batch_from_wire, metrics_to_wire, pieces_to_wire
 from rl_jax.remote.program import run_program
+from rl_jax.remote.server_process import tell_peaks
 from rl_jax.remote.service import Service
 from rl_jax.remote.spec import LEARNER_PROGRAM
 from rl_jax.resume import Decision
@@ -118,6 +119,7 @@ class LearnerService(Service):
         self._source = source
         self._track = self.timeline.track(f"train/learner.{body['rank']}")
         self._roles.trace(self._track)
+        tell_peaks(self.timeline, "train", mesh.devices.flat)
         self._compiles = CompileSpans(self.timeline)
         self._profiler = Profiler(settings.metrics, run / "profile" / f"learner.{body['rank']}")
         told = {

@@ -204,7 +204,8 @@ METRICS = {
     "alarm/k3": "1 where mismatch/k3 was above guards.k3_above",
     "alarm/lag0": "1 where trainer and sampler disagreed under the same weights by more than guards.lag0_above",
     "trackers/lost": "rows and samples that the tracker .NAME did not take, since the process started",
-    "goodput/run": "share of the step in which the learner computed",
+    # A learner's update, servers' chunks, blocks and transfers; an idle device counts as a busy one does.
+    "goodput/run": "share of the step in which devices did what it needs, mean over all; .POOL: over a pool's",
     # G_sample; what it lacks to 1 went into stale, failed, filtered and cancelled episodes, or an update that was
     # skipped. A turn under way counts as sampled already, so that it is rather too low than too high.
     "goodput/sample": "trained tokens over sampled tokens that no episode still holds, since the process started",

@@ -1,18 +1,17 @@
 """What the pools of a plan are and could do at best: the facts by which a timeline's spans become goodput.
 
 Owns: `pool_facts`, written once an attempt as the timeline's mark "pools". A server's rooflines are those of its
-devices, from the makers' data sheets; a device that is in no table (a CPU), or is of another process, has none.
+devices, from the makers' data sheets; a device that is in no table (a CPU) has none. Of another process's devices that
+process tells, by its mark "peaks".
 Must not: measure anything.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from rl_jax.build_roles import Setting
-from rl_jax.learner.flops import PEAK_BYTES, PEAK_FLOPS, matrix_weights, peak_of
+from rl_jax.learner.flops import matrix_weights, peaks_of
 from rl_jax.models.features import form_of
 from rl_jax.models.model import Model
 from rl_jax.plan_record import sharded_size
@@ -43,7 +42,7 @@ def pool_facts(setting: Setting, model: Model) -> dict[str, Any]:
             "weight_bytes": sharded_size(model, server.rules, server.axes)
             * served
             * len(server.devices),
-            **_peaks(() if elsewhere else here.servers[server.name].devices.flat),
+            **peaks_of(() if elsewhere else here.servers[server.name].devices.flat),
         }
         for server in plan.servers
     }
@@ -53,18 +52,12 @@ def pool_facts(setting: Setting, model: Model) -> dict[str, Any]:
     return {
         "pools": pools,
         "servers": servers,
-        "train": _peaks(here.train.devices.flat if trains_here and here.train is not None else ()),
+        "train": peaks_of(
+            here.train.devices.flat if trains_here and here.train is not None else ()
+        ),
         "model": {
             "flops_token": 2 * (matrix_weights(model) + s.embed_size * model.vocab_size),
             "flops_pair": 4 * s.num_heads * s.head_dim * whole,
             "kv_bytes": 2 * s.num_layers * s.num_kv_heads * s.head_dim * served,
         },
-    }
-
-
-def _peaks(devices: Sequence[jax.Device]) -> dict[str, float | None]:
-    kinds = [device.device_kind for device in devices]
-    return {
-        "peak_flops": peak_of(kinds, PEAK_FLOPS),
-        "peak_bytes": peak_of(kinds, PEAK_BYTES),
     }

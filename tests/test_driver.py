@@ -32,6 +32,7 @@ from rl_jax.settings import RolloutSettings, Settings, WeightSettings
 from rl_jax.testing.envs import EvenEnv
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
 from rl_jax.types import Group, Outcome, Reward, SlotSampling, SyncResult, Trajectory
+from tests.timeline_checks import check_chrome, check_timeline, exported
 
 pytestmark = pytest.mark.slow(seconds=5)
 
@@ -481,3 +482,28 @@ def test_what_nothing_needs_is_not_there(one_device):
     assert not (one_device / "reference").exists() and not (one_device / "roles.json").exists()
     leaves = Checkpointer(one_device, parse([CONFIG]).settings.checkpoint).manifest(STEPS)["leaves"]
     assert not [name for name in leaves if name.startswith("critic")]
+
+
+def test_timelines_of_runs_add_up_and_their_pictures_are_sound(one_device, split, tmp_path):
+    """Colocated and on separate meshes; what the metrics say of each step is what the timeline shows."""
+    for run in (one_device, split):
+        goodput = check_timeline(run)
+        assert all(pool.run > 0.001 for pool in goodput.pools.values())
+        assert goodput.sched == 1.0 and goodput.sample == 1.0
+        trained = {f"step {row['step']}": row for row in rows(run)}
+        slices, arrows = check_chrome(exported(run, tmp_path))
+        laps = {s["name"]: s for t in slices.values() for s in t if s["name"] in trained}
+        assert laps.keys() == trained.keys()
+        for name, row in trained.items():
+            assert laps[name]["dur"] / 1e6 == pytest.approx(row["time/step_s"], abs=1e-5)
+            assert 0 < row["goodput/run"] <= 1
+        episodes = [s for t in slices.values() for s in t if s["cat"] == "episode"]
+        ends = {s["args"]["episode"]: s["args"]["state"] for s in episodes}
+        num_trained = sum(state == "TRAINED" for state in ends.values())
+        assert num_trained == STEPS * 2 * 4
+        whole = [stops for stops in arrows.values() if len(stops) == 3]
+        assert len(whole) == num_trained, "prompt, episode and step of each"
+    shares = rows(split)[-1]
+    devices = {name: pool.devices for name, pool in check_timeline(split).pools.items()}
+    of_all = sum(num * shares[f"goodput/run.{name}"] for name, num in devices.items())
+    assert shares["goodput/run"] == pytest.approx(of_all / sum(devices.values()))

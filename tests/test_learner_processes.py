@@ -14,6 +14,8 @@ import pytest
 from rl_jax import config, launch
 from rl_jax.checkpoint import Checkpointer
 from rl_jax.settings import CheckpointSettings
+from rl_jax.tools.trace_files import read_attempts
+from tests.timeline_checks import check_timeline
 
 FILE = Path(__file__).parent / "job_config.py"
 MESH = """
@@ -111,6 +113,19 @@ def test_weights_are_those_of_one_process_and_a_killed_process_changes_nothing(r
     assert set(once.values()) == {1}
     syncs = [e for e in lines(there / "events.jsonl") if e["kind"] == "sync"]
     assert len(syncs) <= 1  # at most the one under way when the process died
+
+
+@pytest.mark.slow
+def test_timeline_has_what_learners_did_and_the_seconds_without_them(runs):
+    goodput = check_timeline(runs / "there")
+    assert 0.1 < goodput.sched < 1.0, "both were started again"
+    train = goodput.pools["train"]
+    assert train.useful_s > 0 and train.buckets["compile"] > 0
+    (attempt,) = read_attempts(runs / "there")
+    updates = [s for s in attempt.of("train") if s.kind == "update" and s.row == "learner.0"]
+    # Two of the warm start, and of each version at least one: those that were lost are repeated.
+    assert {s.more["version"] for s in updates} == set(range(STEPS)) and len(updates) > STEPS + 2
+    assert attempt.within_s == 0.0, "one host, one clock"
 
 
 @pytest.mark.slow(seconds=60)

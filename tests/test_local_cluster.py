@@ -23,9 +23,11 @@ from rl_jax.mesh import TRAIN_RULES, MeshPlan, build_meshes, shardings
 from rl_jax.models.decoder import build_model
 from rl_jax.preflight_cluster import check_backend
 from rl_jax.tokens import ByteTokenizer
+from rl_jax.tools.trace_files import read_attempts
 from rl_jax.types import TurnRequest
 from rl_jax.weights.plan import SyncPlan
 from rl_jax.weights.sync import WeightSync
+from tests.timeline_checks import check_timeline
 
 FILE = Path(__file__).parent / "job_config.py"
 MESH = """
@@ -165,6 +167,8 @@ def test_run_on_processes_trains_on_the_same_tokens(tmp_path):
         run = tmp_path / backend
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         row = [row for row in rows if "sync/bytes" in row][-1]
+        goodput = check_timeline(run)
+        assert all(pool.run > 0.001 for pool in goodput.pools.values()), backend
         assert row["sync/link_bytes"] == copies * row["sync/bytes"] and row["sync/bytes"] > 0
         text = "".join(path.read_text() for path in run.rglob("driver.log"))
         assert f"decode.0 gets its weights by {by.get(backend, '')}" in text or backend not in by
@@ -219,6 +223,19 @@ def test_run_goes_on_when_a_server_is_killed_and_the_server_comes_back(tmp_path)
     logs = [path.read_text() for path in (run / "logs").rglob("*.log")]
     assert any("killed by SIGKILL" in log and "it is started again" in log for log in logs)
     assert sum("serves again" in log for log in logs) == 1
+    # The timeline has both lives of the server, and the seconds in which it was not there.
+    goodput = check_timeline(run)
+    assert 0.3 < goodput.sched < 1.0
+    decode = goodput.pools["decode"]
+    assert decode.up_s < decode.allocated_s and decode.useful_s > 0
+    (attempt,) = read_attempts(run)
+    processes = {span.process for span in attempt.of("decode")}
+    assert len(processes) == 3, "two of the one that was killed, one of the other"
+    lives = [s for s in attempt.of("life") if s.kind == "up"]
+    whys = [s.more["why"] for s in lives]
+    assert len(whys) == 3 and sum(why != "the server was closed" for why in whys) == 1
+    peaks = {s.more["of"] for s in attempt.of("run") if s.kind == "peaks"}
+    assert peaks == {"decode.0", "decode.1"}
 
 
 @pytest.mark.slow(seconds=25)

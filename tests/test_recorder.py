@@ -15,6 +15,7 @@ from rl_jax.progress import Progress
 from rl_jax.recorder import Recorder, group_metrics
 from rl_jax.settings import MetricsSettings
 from rl_jax.testing.trajectories import fake_group
+from rl_jax.timeline import Traces
 from rl_jax.types import FinishReason, Outcome, Turn
 
 
@@ -200,3 +201,26 @@ def test_traces_are_written_beside_the_next_step_and_what_failed_is_raised_there
         recorder.step(3, [some_group()], {}, {})
     recorder.close()
     progress.close()
+
+
+def test_goodput_counts_the_devices_of_all_pools_and_of_the_step_alone(recorder):
+    """L32: six devices that serve, four of them idle, and two that train."""
+    recorder, rows = recorder
+    busy = {"busy_s.decode": 100.0, "busy_s.idle": 7.0}
+    recorder.watch(lambda: dict(busy), lambda: "nothing")
+    recorder.trace(Traces(), {"decode": 2, "idle": 4, "train": 2}, "train")
+    metrics = {
+        "time/step_s": Metric(10.0, 1), "time/train_s": Metric(5.0, 1),
+        "batch/tokens": Metric(90.0, 1), "batch/trained_tokens": Metric(80.0, 1),
+    }  # fmt: skip
+    busy["busy_s.decode"] += 8.0  # device seconds
+    recorder.step(1, [some_group()], metrics, {})
+    row = rows[-1][1]
+    shares = {name: row[f"goodput/run.{name}"] for name in ("decode", "idle", "train")}
+    assert shares == {"decode": 0.4, "idle": 0.0, "train": 0.5}
+    assert row["goodput/run"] == (2 * 0.4 + 4 * 0.0 + 2 * 0.5) / 8
+    # One pool that does both: a device cannot do more than all the time.
+    recorder.trace(Traces(), {"decode": 2}, "decode")
+    busy["busy_s.decode"] += 14.0
+    recorder.step(2, [some_group()], metrics, {})
+    assert rows[-1][1]["goodput/run"] == 1.0 and "goodput/run.decode" not in rows[-1][1]

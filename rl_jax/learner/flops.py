@@ -6,9 +6,10 @@ Must not: measure anything.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
+import jax
 from jax.sharding import Mesh
 
 from rl_jax.models.features import form_of
@@ -51,6 +52,15 @@ PEAK_BYTES = {
     "TPU v5": 2765e9,
     "TPU v4": 1228e9,
 }
+
+
+def peaks_of(devices: Iterable[jax.Device]) -> dict[str, float | None]:
+    """peak_flops and peak_bytes, a second, of all of them; None where one's kind is in no table, or there is none."""
+    kinds = [device.device_kind for device in devices]
+    return {
+        "peak_flops": peak_of(kinds, PEAK_FLOPS),
+        "peak_bytes": peak_of(kinds, PEAK_BYTES),
+    }
 
 
 def peak_flops(mesh: Mesh) -> float | None:

@@ -13,7 +13,7 @@ Must not: write a file (what it prints is its log), or keep state that the drive
 import importlib
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -24,6 +24,7 @@ import numpy as np
 
 from rl_jax import schema
 from rl_jax.exposition import Text, TurnTimes, tell_devices, tell_server
+from rl_jax.learner.flops import peaks_of
 from rl_jax.mesh import MeshPlan, make_mesh
 from rl_jax.remote import codec, region
 from rl_jax.remote.channel import Request
@@ -36,6 +37,7 @@ from rl_jax.serve.build import build_server
 from rl_jax.serve.decode_server import DecodeServer
 from rl_jax.serve.prefill_server import PrefillServer
 from rl_jax.settings import Settings
+from rl_jax.timeline import Timeline
 from rl_jax.types import Prefix, Turn, TurnError, TurnRequest
 
 log = logging.getLogger(__name__)
@@ -129,6 +131,7 @@ class ServerService(Service):
 
     def _build(self, request: Request) -> None:
         server = load(self.told["factory"])(request.body)
+        tell_peaks(self.timeline, server.name, server.mesh.devices.flat)
         server.trace(self.timeline.track(f"{server.kind}/{server.name}"))
         server.start()
         self._server = server
@@ -243,6 +246,11 @@ class ServerService(Service):
 
     def _stats(self, request: Request) -> None:
         request.answer({"stats": _numbers(self._server.stats())})
+
+
+def tell_peaks(timeline: Timeline, name: str, devices: Iterable[jax.Device]) -> None:
+    """What the devices of a server, or of "train", could do at best: the driver does not see them."""
+    timeline.track("run/facts").mark("peaks", of=name, **peaks_of(devices))
 
 
 def placed_prefix(prefix: Prefix, engine: Any) -> Prefix:

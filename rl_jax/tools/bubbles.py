@@ -141,6 +141,9 @@ class Grid:
         moved = [
             s for g in ("decode", "prefill") for s in groups[g] if s.kind in ("chunk", "transfer")
         ]
+        waits = [s for s in attempt.of("driver") if s.kind == "time/wait_for_batch_s"]
+        laps = [s.start_s for s in (*waits, *driver["time/batch_s"])]
+        self._begin_s = min(laps, default=window[1])  # of the loop
         doing = self._driver(driver)
         has_begun = doing["init"] == 0  # scripts, too, keep environments busy
         queued = [1 + s.more.get("queued", 0) for s in groups["env"]]
@@ -150,7 +153,6 @@ class Grid:
             "prefill": has_begun * self._level(moved),
         }
         rollout = has_begun * self._level(blocks, [s.more["running"] for s in blocks])
-        waits = [s for s in attempt.of("driver") if s.kind == "time/wait_for_batch_s"]
         is_waiting = self._level(waits) > 0
         # What the driver does for an update, beside the update, is a batch's to the mesh that waits for it.
         own = {**doing, "batch": doing["batch"] + doing["learner"], "learner": 0 * doing["learner"]}
@@ -186,8 +188,7 @@ class Grid:
             now = free * (self._level(driver[phase]) > 0)
             out[cause] += now
             free -= now
-        steps = [s.start_s for s in driver["time/batch_s"]] or [self.window[1]]
-        is_early = self.times[:-1] < min(steps)
+        is_early = self.times[:-1] < self._begin_s
         out["init"] += free * is_early
         out["unknown"] += free * ~is_early
         return out

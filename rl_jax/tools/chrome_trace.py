@@ -32,6 +32,7 @@ GROUPS = {
     "compile": "compile",
     "life": "processes",
 }
+FLAT = ("env", "reward", "episodes", "life")  # what lies within another one there is no part of it
 SAVE = "the save of version"
 
 
@@ -129,13 +130,14 @@ def _placed(slices: Sequence[Slice], window: Interval) -> Iterator[tuple[Slice, 
     rows: dict[tuple[str, str], list[Slice]] = {}
     for one in slices:
         rows.setdefault((one.group, one.row), []).append(one)
-    for (_, row), mine in rows.items():
+    for (group, row), mine in rows.items():
         ends: list[
             list[float]
         ] = []  # of each thread, the ends of its slices that are open, outermost first
         free: list[tuple[float, int]] = []  # (end of a thread's outermost slice, its number)
         for one in sorted(mine, key=lambda s: (s.start_s, -s.end_s)):
-            lane = next((i for i, open_ in enumerate(ends[:4]) if _fits(open_, one)), None)
+            nests = group not in FLAT
+            lane = next((i for i, open_ in enumerate(ends[:4]) if _fits(open_, one, nests)), None)
             if lane is None and free and free[0][0] <= one.start_s:
                 lane = heapq.heappop(free)[1]
                 ends[lane] = []
@@ -148,11 +150,11 @@ def _placed(slices: Sequence[Slice], window: Interval) -> Iterator[tuple[Slice, 
             yield one, row if lane == 0 else f"{row} ({lane + 1})"
 
 
-def _fits(open_: list[float], one: Slice) -> bool:
+def _fits(open_: list[float], one: Slice, nests: bool) -> bool:
     """Closes what is over by then."""
     while open_ and open_[-1] <= one.start_s:
         open_.pop()
-    return not open_ or one.end_s <= open_[-1]
+    return not open_ or (nests and one.end_s <= open_[-1])
 
 
 def _numbers(placed: Sequence[tuple[Slice, str]]) -> tuple[list[dict[str, Any]], dict[Any, int]]:
@@ -179,19 +181,28 @@ def _numbers(placed: Sequence[tuple[Slice, str]]) -> tuple[list[dict[str, Any]],
     return events, numbers
 
 
+def group_of(session: str) -> str:
+    """Of GROUP/SAMPLE#ATTEMPT."""
+    return session.rpartition("/")[0]
+
+
 def _arrows(
     placed: Sequence[tuple[Slice, str]],
     numbers: Mapping[Any, int],
     episodes: Iterable[Episode],
     window: Interval,
 ) -> Iterator[dict[str, Any]]:
-    """prompt -> episode -> step, of episodes of which two of the three are in the window."""
+    """prompt -> episode -> step, of episodes of which two of the three are in the window.
+
+    Members of a group have one prompt, which servers compute once: who had it from there has the arrow of the first."""
     prompts: dict[str, tuple[Slice, str]] = {}
+    of_group: dict[str, tuple[Slice, str]] = {}
     lives: dict[str, tuple[Slice, str]] = {}
     updates: dict[int, tuple[Slice, str]] = {}
     for one, thread in placed:
         for session in one.args.get("first", ()) if one.category == "chunk" else ():
             prompts[session] = (one, thread)
+            of_group.setdefault(group_of(session), (one, thread))
         if one.category == "episode":
             lives[one.args["episode"]] = (one, thread)
         is_policys = one.category == "update" and one.args.get("model") == "policy"
@@ -200,7 +211,10 @@ def _arrows(
     for number, episode in enumerate(episodes, 1):
         session = episode.session
         step = updates.get(episode.step) if episode.step is not None else None
-        stops = [s for s in (prompts.get(session), lives.get(session), step) if s is not None]
+        life, prompt = lives.get(session), prompts.get(session) or of_group.get(group_of(session))
+        if life is not None and prompt is not None and prompt[0].start_s > life[0].end_s:
+            prompt = None  # another attempt's
+        stops = [stop for stop in (prompt, life, step) if stop is not None]
         if len(stops) < 2:
             continue
         for i, (one, thread) in enumerate(stops):

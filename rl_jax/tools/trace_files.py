@@ -139,6 +139,13 @@ def _attempt(number: int, path: Path) -> Attempt | None:
     facts = next((s.more for s in spans if s.kind == "pools" and s.process == DRIVER), None)
     if not spans or facts is None:
         return None
+    for span in spans:
+        if span.kind == "peaks":  # of devices that only their own process sees
+            told = {key: span.more[key] for key in ("peak_flops", "peak_bytes")}
+            whose = (
+                facts["train"] if span.more["of"] == "train" else facts["servers"][span.more["of"]]
+            )
+            whose |= told
     return Attempt(number, spans, facts, lost, dropped, bad, frozenset(cut), within_s)
 
 

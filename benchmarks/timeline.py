@@ -1,0 +1,156 @@
+"""The timeline: whether its seconds add up against other clocks, and what it costs.
+
+    python -m benchmarks.timeline [--steps 30] [--pairs 4] [--json benchmarks/results/timeline.json]
+
+1. cost      Track.add and the writing of what was added, a span; alone on one thread.
+2. sums      the quickstart's parts without its warm start, synchronous and with max_staleness=1: the seconds of each
+             unit, busy and by cause, of steps 2 to the last, against the wall clock of their rows in metrics.jsonl; and
+             goodput's factors of each pool.
+3. overhead  the same job with the timeline and without, in turns: median seconds of a step. Predicted: the spans of a
+             step times their cost on the thread that adds them and on the one that writes, of one core.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rl_jax.metrics import read_metrics
+from rl_jax.timeline import Traces
+from rl_jax.tools.goodput import goodput_of
+from rl_jax.tools.trace import record
+from rl_jax.tools.trace_files import read_attempts
+
+NUM_SPANS = 100_000
+JOB = (
+    "--config.warm_start.steps=0", "--config.eval.episodes=8", "--config.metrics.progress=none",
+    "--config.metrics.rollouts_every=0",
+)  # fmt: skip
+SYNC, ASYNC = "--config.rollout.max_staleness=0", "--config.rollout.max_staleness=1"
+
+
+def cost() -> dict[str, float]:
+    """Microseconds of a span."""
+    with tempfile.TemporaryDirectory() as folder:
+        traces = Traces(Path(folder), 0, 1 << 30)
+        timeline = traces.timeline
+        timeline.close()  # its thread must not write meanwhile
+        timeline.is_on, timeline._most = True, NUM_SPANS
+        track = timeline.track("decode/decode.0")
+        start = time.perf_counter()
+        for i in range(NUM_SPANS):
+            track.add("block", 1.0, 2.0, running=8, tokens=32, context=1000 + i, version=3)
+        added_s = time.perf_counter() - start
+        timeline.is_on = False
+        start = time.perf_counter()
+        timeline._flush()
+        written_s = time.perf_counter() - start
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        assert timeline.num_lost == 0
+    return {
+        "add_us": 1e6 * added_s / NUM_SPANS,
+        "write_us": 1e6 * written_s / NUM_SPANS,
+        "bytes": size / NUM_SPANS,
+    }
+
+
+def job(run: Path, steps: int, *words: str) -> float:
+    """Run it; seconds of the whole process."""
+    command = [sys.executable, "-m", "rl_jax.launch", f"--run_dir={run}", *JOB, *words]
+    start = time.monotonic()
+    done = subprocess.run(
+        [*command, f"--config.steps={steps}"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}"
+        )
+    return time.monotonic() - start
+
+
+def sums(run: Path, steps: int, process_s: float) -> dict:
+    """Steps 2 to the last against metrics.jsonl, the whole against summary.json and the process."""
+    attempts, rows = read_attempts(run), read_metrics(run)
+    at_s = {row["step"]: row["time"] for row in rows if "time/step_s" in row}
+    wall_s = at_s[steps] - at_s[1]
+    inside = goodput_of(attempts, rows, (2, steps))
+    whole = goodput_of(attempts, rows)
+    totals = {
+        unit.name: unit.busy_s - unit.overlap_s + sum((unit.by_cause or {}).values())
+        for unit in inside.units
+    }
+    return {
+        "rows_wall_s": wall_s,
+        "busy_and_bubbles_s": totals,
+        "off": {name: total / wall_s - 1 for name, total in totals.items()},
+        "summary_wall_s": json.loads((run / "summary.json").read_text())["wall_s"],
+        "whole_wall_s": whole.wall_s,
+        "process_s": process_s,
+        "steps": record(inside),
+        "whole": record(whole),
+        "spans": len(attempts[0].spans),
+        "spans_in_steps": sum(
+            s.start_s >= attempts[0].window((2, steps))[0] for s in attempts[0].spans
+        ),
+        "bytes": sum(path.stat().st_size for path in (run / "traces").rglob("*.jsonl")),
+    }
+
+
+def step_s(run: Path) -> list[float]:
+    """Of each step but the first three, which compile and fill caches."""
+    return [row["time/step_s"] for row in read_metrics(run) if "time/step_s" in row][3:]
+
+
+def overhead(folder: Path, steps: int, pairs: int, predicted: float) -> dict:
+    """Pairs of runs, with and without in turns."""
+    medians: dict[str, list[float]] = {"with": [], "without": []}
+    for i in range(pairs):
+        order = ("with", "without") if i % 2 == 0 else ("without", "with")
+        for kind in order:
+            run = folder / f"{kind}_{i}"
+            off = () if kind == "with" else ("--config.metrics.timeline_bytes=0",)
+            job(run, steps, SYNC, *off)
+            medians[kind].append(statistics.median(step_s(run)))
+    ratios = [a / b - 1 for a, b in zip(medians["with"], medians["without"], strict=True)]
+    return {
+        "median_step_s": medians,
+        "predicted": predicted,
+        "measured": statistics.median(ratios),
+        "of_each_pair": ratios,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    found: dict = {"cost": cost()}
+    print(found["cost"], flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for kind, word in (("synchronous", SYNC), ("asynchronous", ASYNC)):
+            run = folder / kind
+            found[kind] = sums(run, asked.steps, job(run, asked.steps, word))
+            told = {k: found[kind][k] for k in ("rows_wall_s", "off", "spans", "bytes")}
+            print(kind, json.dumps(told), flush=True)
+        one = found["synchronous"]
+        per_step = one["spans_in_steps"] / (asked.steps - 1)
+        each_us = found["cost"]["add_us"] + found["cost"]["write_us"]
+        predicted = per_step * each_us * 1e-6 / (one["rows_wall_s"] / (asked.steps - 1))
+        print(f"{per_step:.0f} spans a step; predicted {100 * predicted:.3f} % of it", flush=True)
+        if asked.pairs:
+            found["overhead"] = overhead(folder, asked.steps, asked.pairs, predicted)
+            print(json.dumps(found["overhead"]), flush=True)
+    found["command"] = f"python -m benchmarks.timeline --steps {asked.steps} --pairs {asked.pairs}"
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="ascii")
+
+
+if __name__ == "__main__":
+    main()
