@@ -329,10 +329,10 @@ class MetricsWriter:
             self._warn_once(
                 ["nonfinite"], f"step {step}: values that are not finite were dropped: {bad}"
             )
-        self._on_row(step, values)
         head = {"step": step, "time": round(time.time(), 3), "attempt": self._attempt}
         if self.num_nonfinite:
-            head["nonfinite_dropped"] = self.num_nonfinite
+            values["nonfinite_dropped"] = self.num_nonfinite
+        self._on_row(step, values)
         try:
             self._file.write(json.dumps({**head, **values}, allow_nan=False) + "\n")
             self._file.flush()

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from rl_jax import schema
+from rl_jax.advice import STEP
 from rl_jax.config import ConfigError
 from rl_jax.exporter import Exporter, open_exporter, read_token
 from rl_jax.exposition import (
@@ -75,7 +76,8 @@ class Watch:
     def __init__(self, settings: Settings, run: Any, progress: Progress):
         """run: rl_jax.run_dir.RunDir."""
         self._settings, self._run, self._progress = settings, run, progress
-        self._row: dict[str, float] = {}
+        self._row: Mapping[str, float] = {}  # of the last step
+        self._others: dict[str, float] = {}  # of evaluations and warm starts, by name
         self._step, self._row_s = run.decision.resume_step, time.monotonic()
         self._servers: Sequence[Any] = ()
         self._is_here = False  # whether they are threads of this process
@@ -137,8 +139,12 @@ class Watch:
         """As of MetricsWriter."""
         self.feeds.metrics(step, values)
         with self._lock:
-            self._row.update(values)
-            self._step, self._row_s = step, time.monotonic()
+            if (
+                STEP in values
+            ):  # what it lacks was not measured, and an old value would be told for good
+                self._row, self._step, self._row_s = values, step, time.monotonic()
+            else:
+                self._others.update(values)
 
     def text(self) -> str:
         """What the driver's process tells."""
@@ -147,7 +153,7 @@ class Watch:
         text.add("rl_jax:info", 1.0, run=self._settings.run_id)
         text.add("rl_jax:attempt", self._run.attempt)
         with self._lock:
-            row, step, row_s = dict(self._row), self._step, self._row_s
+            row, step, row_s = {**self._others, **self._row}, self._step, self._row_s
         text.add("rl_jax:step", step)
         text.add("rl_jax:steps", self._progress.total_steps)
         text.add("rl_jax:seconds_since_row", time.monotonic() - row_s)

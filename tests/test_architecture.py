@@ -120,6 +120,7 @@ NO_JAX = (
     "rl_jax/trackers", "rl_jax/live_view.py", "rl_jax/tools/steer.py", "rl_jax/exporter.py", "rl_jax/advice.py",
     "rl_jax/signals.py", "rl_jax/tokens", "rl_jax/ledger.py", "rl_jax/backend.py", "rl_jax/launch.py",
     "rl_jax/outset.py", "rl_jax/mesh/plan.py", "rl_jax/child.py",
+    "rl_jax/mesh/plan.py", "rl_jax/child.py", "rl_jax/tools/doctor.py",
     "rl_jax/sandbox",
     "rl_jax/configs", "rl_jax/rewards", "rl_jax/rollout", "rl_jax/data", "rl_jax/algorithms/__init__.py",
     "rl_jax/algorithms/options.py", "rl_jax/models/__init__.py", "rl_jax/models/features.py",

@@ -248,8 +248,9 @@ def test_the_driver_tells_its_last_row_its_servers_and_where_the_others_are(tmp_
     settings = Settings(run_id="r-1", metrics=MetricsSettings(port=port))
     watch = Watch.open(settings, run, Progress(10, "none"), str, lambda name, table: None)
     try:
-        watch.on_row(1, {"reward/mean": 0.25, "policy/entropy": 2.0})
-        watch.on_row(2, {"reward/mean": 0.5, "reward/mean.sums": 1.0})
+        watch.on_row(0, {"eval/success.sums": 0.1})
+        watch.on_row(1, {"time/step_s": 9.0, "reward/mean": 0.25, "alarm/ess": 1.0})
+        watch.on_row(2, {"time/step_s": 9.0, "reward/mean": 0.5, "reward/mean.sums": 1.0})
         rollout = SimpleNamespace(
             pool=SimpleNamespace(counts={"restarts": 2}), lag_s=lambda limit_s: 0.001,
             ledger=SimpleNamespace(counts=lambda: {"ISSUED": 3, "TRAINED": 9}),
@@ -266,7 +267,9 @@ def test_the_driver_tells_its_last_row_its_servers_and_where_the_others_are(tmp_
         watch.close()
     found = {key[0] if len(key[1]) == 1 else key: value for key, value in parsed(text).items()}
     assert status == 200 and found["rl_jax:step"] == 2 and found["rl_jax:steps"] == 10
-    assert found["rl_jax:reward_mean"] == 0.5 and found["rl_jax:policy_entropy"] == 2.0
+    assert found["rl_jax:reward_mean"] == 0.5
+    assert "rl_jax:alarm_ess" not in found, "the alarm of a step before would be told for good"
+    assert found["rl_jax:eval_success", (("of", "sums"), ("process", "driver"))] == 0.1
     assert found["rl_jax:reward_mean", (("of", "sums"), ("process", "driver"))] == 1.0
     assert found["rl_jax:driver_lag_seconds"] == 0.001 and found["rl_jax:paused"] == 0
     assert found["rl_jax:episode_states", (("process", "driver"), ("state", "trained"))] == 9
