@@ -12,10 +12,13 @@ was sampled, and no history is ever encoded again.
     2 step(action) answers the call that waits, and gives the messages of the next one; or the reward, if the agent
       ended.
 
-Invariants: one call at a time; a call's messages begin with all that was said before, or the episode fails: an agent
-that rewrites its history would be answered by a policy that saw another one. Sampling is the run's (rollout.*): what
-the agent asks for of it is not looked at, n above 1 is refused. Tools are the config's, and the agent must send the
-same.
+A call whose messages do not begin with all that was said before, or hold an answer that the policy did not give, comes
+of an agent that rewrote its history (cut or summed it up, asked again, began another talk): its messages are a new
+context (StepResult.new_context), a sample of the same episode that is trained apart; what was sampled before stays as
+it was sampled. The run counts these (episodes/forked_contexts), and all contexts of an episode share its budgets.
+
+Invariants: one call at a time. Sampling is the run's (rollout.*): what the agent asks for of it is not looked at, n
+above 1 is refused. Tools are the config's, and the agent must send the same.
 Must not: know tokens, or wait without a deadline.
 """
 
@@ -26,7 +29,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import attrgetter
 from typing import Any
@@ -135,7 +138,7 @@ class OutsideAgent:
         first = self._next()
         if isinstance(first, Ended):
             raise AgentFault("the agent ended without a call of its model")
-        return StepResult(self._new(first))
+        return replace(self._seen(first), reward=None)
 
     def step(self, action: Action) -> StepResult:
         """Raises: AgentFault, and what the agent raises."""
@@ -147,7 +150,7 @@ class OutsideAgent:
         if isinstance(after, Ended):
             self.close()
             return StepResult((), reward=after.reward, done=True)
-        return StepResult(self._new(after), reward=0.0)
+        return self._seen(after)
 
     def close(self) -> None:
         """The agent's next call finds nobody; its thread ends with that."""
@@ -172,23 +175,19 @@ class OutsideAgent:
             raise event.error
         return event
 
-    def _new(self, call: Call) -> tuple[Message, ...]:
-        """What the call says beyond what was said. Raises: AgentFault."""
+    def _seen(self, call: Call) -> StepResult:
+        """What the call says beyond what was said, or all of it. Raises: AgentFault."""
         if (call.tools or []) != json.loads(json.dumps(list(self._tools))):
             raise AgentFault("the agent sends other tools than tasks.sources[..].config.tools")
         known, given = self._said, call.messages
-        for i, (before, now) in enumerate(zip(known, given)):
-            if not _same(before, now):
-                raise AgentFault(
-                    f"message {i} of the agent's call is another than before: it rewrote its history"
-                )
-        if len(given) <= len(known):
-            raise AgentFault("the agent's call says nothing new")
         new = given[len(known) :]
+        goes_on = bool(new) and all(map(_same, known, given))
         if known and any(message.role == "assistant" for message in new):
-            raise AgentFault("the agent's call holds an answer that the policy did not give")
+            goes_on = False  # an answer that the policy did not give
         self._said = list(given)
-        return new
+        if goes_on:
+            return StepResult(new, reward=0.0)
+        return StepResult(given, reward=0.0, new_context=bool(known))
 
 
 def _same(a: Message, b: Message) -> bool:
@@ -307,6 +306,8 @@ def _read(body: Any) -> Call:
         )
         role = "system" if given["role"] == "developer" else given["role"]
         messages.append(Message(str(role), str(content), calls))
+    if not messages:
+        raise ValueError("messages: there is none")
     return Call(tuple(messages), body.get("tools"), bool(body.get("stream")))
 
 

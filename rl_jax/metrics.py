@@ -181,6 +181,7 @@ METRICS = {
     "episodes/cancelled_redundant": "of the cancelled, those that were not needed any more (rollout.extra_*)",
     "episodes/retried": "attempts after the first",
     "episodes/rewritten_history": "turns before which the chat template began a new context (rollout.history=template)",
+    "episodes/forked_contexts": "turns before which the environment began a new context: its agent rewrote its history",
     "episodes/malformed_calls": "tool calls that could not be read or made; the policy was told why",
     "episodes/cut_observations": "observations longer than rollout.max_obs_bytes, cut and marked",
     "envs/restarts": "workers of environments that ended and were replaced, since the start of the run",

@@ -14,7 +14,7 @@ from typing import Any
 from rl_jax.cluster import InProcCluster, ServersNotReady
 from rl_jax.config import ConfigError
 from rl_jax.console import say
-from rl_jax.http.admin import Admin
+from rl_jax.http.admin import Admin, Source
 from rl_jax.http.api import Api
 from rl_jax.http.app import build_app
 from rl_jax.http.asks import Served
@@ -26,7 +26,7 @@ from rl_jax.names import resolve
 from rl_jax.preflight import build_model, present_devices
 from rl_jax.settings import Settings
 from rl_jax.tokens.load import load_tokenizer, make_renderer
-from rl_jax.weights.directory import PublishError, publish_directory
+from rl_jax.weights.directory import PublishError, files_of, publish_directory
 
 COMMIT_S = 60.0
 
@@ -98,7 +98,8 @@ class Service:
         on_started: Callable[[Planes], None] = lambda planes: None,
     ) -> Planes:
         """public, admin: (host, port)."""
-        app = Admin(self.api, self.cluster.targets, self.update, token=admin_token, digest=digest)
+        source = Source(self.update, files_of, self.settings.model.source, digest)
+        app = Admin(self.api, self.cluster.targets, source, token=admin_token)
         size = self.api.limits.header_bytes
         servers = make_server(build_app(self.api), *public, size), make_server(app, *admin, size)
         return Planes(self.api, *servers, on_started=on_started)

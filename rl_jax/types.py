@@ -88,6 +88,7 @@ class StepResult:
     # which role the next turn is of, where the policy plays several in one conversation; all of it is seen by each
     to_agent: str = "policy"
     info: Mapping[str, float] = field(default_factory=dict)
+    new_context: bool = False  # messages are a whole conversation, in place of what was said before
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,7 @@ class NewTokens:
     logprobs: np.ndarray  # f32[n] as Turn.logprobs
     sampled_logprobs: np.ndarray  # f32[n] under the distribution sampled from
     version: int
-    # (i32[n, A], f32[n, A]) the likeliest tokens in each one's place, under the distribution that is trained
-    likely: tuple[np.ndarray, np.ndarray] | None = None
+    likely: tuple[np.ndarray, np.ndarray] | None = None  # likeliest (ids i32[n, A], log-probs)
     # i32[n] places by likelihood, from 1: these are the request's own tokens from its second on, at temperature 1
     ranks: np.ndarray | None = None
 

@@ -188,9 +188,8 @@ class JaxEngine:
         """As append, with how likely targets i32[C] were behind the chunk's tokens. Chunks of the largest size only:
         it is one program.
         """
-        kv, scores = self._score(
-            params, state.kv, *self._chunk_args(chunk), self._tables(tables), targets
-        )
+        packed = *self._chunk_args(chunk), self._tables(tables)
+        kv, scores = self._score(params, state.kv, packed, targets)
         return replace(state, kv=kv), scores
 
     def arm(self, state: DecodeState, slots: np.ndarray, sampling: SlotSampling) -> DecodeState:

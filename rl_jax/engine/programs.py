@@ -78,18 +78,14 @@ def extend(
     """
     packed = tokens, segment, position, lengths, tables
     # The hidden states are not used, so XLA drops the last layer's attention and mlp.
-    return _extended(model, params, kv, packed, visible, tile, fresh)[0]
+    return _extended(model, params, kv, packed, visible=visible, tile=tile, fresh=fresh)[0]
 
 
 def score(
     model: Model,
     params: dict[str, jax.Array],
     kv: Cache,
-    tokens: jax.Array,  # i32[C]
-    segment: jax.Array,  # i32[C]
-    position: jax.Array,  # i32[C]
-    lengths: jax.Array,  # i32[R]
-    tables: jax.Array,  # i32[R, N]
+    packed: tuple[jax.Array, ...],  # tokens, segment, position, lengths, tables, as of extend
     targets: jax.Array,  # i32[C] what follows each token in its context
     *,
     visible: int,
@@ -97,9 +93,8 @@ def score(
     likely: int,  # tokens to tell of each place
 ) -> tuple[Cache, Scores]:
     """As extend, and how likely what follows each packed token is; of padding it means nothing."""
-    packed = tokens, segment, position, lengths, tables
-    new_kv, hidden = _extended(model, params, kv, packed, visible, tile, None)
-    rows = math.gcd(len(tokens), SCORED_ROWS)  # logits of a whole chunk may not fit
+    new_kv, hidden = _extended(model, params, kv, packed, visible=visible, tile=tile, fresh=None)
+    rows = math.gcd(len(targets), SCORED_ROWS)  # logits of a whole chunk may not fit
 
     def of_rows(x: tuple[jax.Array, jax.Array]) -> Scores:
         logits = model.logits(params, x[0]).astype(jnp.float32)  # [rows, V]
@@ -120,7 +115,8 @@ def _extended(
     model: Model,
     params: dict[str, jax.Array],
     kv: Cache,
-    packed: tuple[jax.Array, ...],  # of extend: tokens, segment, position, lengths, tables
+    packed: tuple[jax.Array, ...],
+    *,
     visible: int,
     tile: int,
     fresh: ChunkAttention | None,

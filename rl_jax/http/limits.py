@@ -26,4 +26,9 @@ class HttpLimits:
     write_s: float = (
         30.0  # for a client to take what a stream has for it, then the stream is aborted
     )
+    # of the weights of another server (http/peer.py): files, bytes, seconds in all, seconds without a byte
+    peer_files: int = 1024
+    peer_bytes: int = 1 << 41
+    peer_s: float = 3600.0
+    peer_idle_s: float = 30.0
     drain_s: float = 30.0  # for requests under way when the server is told to end

@@ -80,6 +80,7 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
 TOKEN = "token"  # format of an id, whose bound the served model gives (app.py)
 Token = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": TOKEN})]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+DIGEST = "^[0-9a-f]{64}$"
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -309,6 +310,20 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: list[Token]
+
+
+class PeerFile(Body):
+    # No path, and nothing hidden.
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$", max_length=255)]
+    bytes: Annotated[int, Field(ge=0)]
+
+
+class Manifest(Body):
+    """What GET /admin/weights of another server answers (peer.py)."""
+
+    version: Count
+    digest: Annotated[str, Field(pattern=DIGEST)]
+    files: Annotated[list[PeerFile], Field(min_length=1)]
 
 
 # --- from bytes --------------------------------------------------------------------------------------------------

@@ -8,13 +8,16 @@ Must not: know what a request asks.
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rl_jax import asgi
 from rl_jax.http.errors import ApiError
 from rl_jax.http.limits import HttpLimits
 
+FILE_BYTES = 1 << 20  # of a file, read at once
 Scope = Mapping[str, Any]
 Send = Callable[[Any], Awaitable[None]]
 Receive = Callable[[], Awaitable[Any]]
@@ -94,26 +97,47 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
+async def put(send: Send, message: dict[str, Any], limits: HttpLimits) -> None:
+    """Raises: Gone for a client that takes nothing."""
+    try:
+        async with asyncio.timeout(limits.write_s):
+            await send(message)
+    except TimeoutError:
+        raise Gone from None
+
+
+async def send_file(send: Send, path: Path, limits: HttpLimits) -> None:
+    """Raises: OSError before anything is sent; Gone."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        told = [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % size)]
+        await put(send, {"type": "http.response.start", "status": 200, "headers": told}, limits)
+        while size > 0:
+            try:
+                data = await asyncio.to_thread(file.read, min(size, FILE_BYTES))
+            except OSError:
+                data = b""
+            if not data:
+                raise Gone  # cut meanwhile: the connection ends before the length that was told
+            size -= len(data)
+            body = {"type": "http.response.body", "body": data, "more_body": True}
+            await put(send, body, limits)
+        await put(send, {"type": "http.response.body", "body": b""}, limits)
+
+
 async def send_events(
     send: Send, events: AsyncIterator[Any], limits: HttpLimits, headers: Mapping[str, str]
 ) -> None:
     """An event stream: each value as `data: JSON`, then [DONE]. Raises: Gone for a client that takes nothing."""
 
-    async def put(message: dict[str, Any]) -> None:
-        try:
-            async with asyncio.timeout(limits.write_s):
-                await send(message)
-        except TimeoutError:
-            raise Gone from None
-
     told = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
     told += [(k.encode(), v.encode()) for k, v in headers.items()]
-    await put({"type": "http.response.start", "status": 200, "headers": told})
+    await put(send, {"type": "http.response.start", "status": 200, "headers": told}, limits)
     try:
         async for value in events:
             line = b"data: " + encoded(value) + b"\n\n"
-            await put({"type": "http.response.body", "body": line, "more_body": True})
+            await put(send, {"type": "http.response.body", "body": line, "more_body": True}, limits)
     except ApiError as error:
         line = b"data: " + encoded(error.body()) + b"\n\n"
-        await put({"type": "http.response.body", "body": line, "more_body": True})
-    await put({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        await put(send, {"type": "http.response.body", "body": line, "more_body": True}, limits)
+    await put(send, {"type": "http.response.body", "body": b"data: [DONE]\n\n"}, limits)

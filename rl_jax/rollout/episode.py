@@ -3,10 +3,12 @@
 Owns: the order of an episode's calls, its budgets and its typed end. An Episode's sole writer is the task that runs it.
 Invariants: nothing here blocks the event loop, and every await ends by the episode's deadline; what ended an episode is
 one of env done (OK), a cut (TRUNCATED, with its cause), a Failure (FAILED) or a cancellation; the sampler's session is
-released and the environment is handed back on every path; tokens only grow and are never rendered again. Only under
-rollout.history=template, where the chat template shows another history than was seen (one without the thoughts of
-earlier turns, say), the next turn begins a new context, with the tokens of what is kept of each turn: a new sample of
-the same trajectory, which is trained apart from what was seen before. All of them together fit one row of the learner.
+released and the environment is handed back on every path; tokens only grow and are never rendered again, but where the
+next turn begins a new context: a new sample of the same trajectory, which is trained apart from what was seen before.
+That is under rollout.history=template, where the chat template shows another history than was seen (one without the
+thoughts of earlier turns, say), with the tokens of what is kept of each turn; and where the environment says so
+(StepResult.new_context: an agent that rewrote its history), with its messages and none of the tokens sampled before.
+All contexts together fit one row of the learner.
 Life of an episode:
 1. The environment is opened and reset; the first context is rendered.
 2. A turn is asked for with the whole context; where there is a barrier, when the other episodes are that far, too. A
@@ -161,6 +163,10 @@ class Episode:
         self._context = np.empty(256, np.int32)
         self._size = 0
         self._closed = 0  # tokens of the contexts before this one
+        self._begun = (
+            0,
+            0,
+        )  # messages of the conversation, and turns, before the environment's last new context
 
     @property
     def session(self) -> str:
@@ -193,7 +199,8 @@ class Episode:
     def left(self, kept: int) -> int:
         """Tokens that a turn may still sample after `kept`."""
         left = self.rules.max_new_tokens - kept
-        return min(left, self.room) if self.rules.rewrites else left  # a server knows one context
+        is_one = not (self.rules.rewrites or self._closed)  # a server knows one context
+        return left if is_one else min(left, self.room)
 
     def extend(self, tokens: np.ndarray) -> None:
         """Append to the context."""
@@ -209,6 +216,16 @@ class Episode:
         """Note what the environment said."""
         self.messages += messages
         self.conversation += messages
+
+    def fork(self, messages: Sequence[Message]) -> None:
+        """These, which were heard last, are a whole conversation."""
+        self._begun = len(self.conversation) - len(messages), len(self.turns)
+        self.begin_sample()
+
+    def shown(self) -> tuple[list[Message], list[np.ndarray]]:
+        """The conversation of the present context, and the sampled tokens of the policy's turns in it."""
+        start, first = self._begun
+        return self.conversation[start:], [turn.tokens for turn in self.turns[first:]]
 
     def begin_sample(self) -> None:
         """The next turn's context is another than what was seen; what was sampled so far is trained apart."""
@@ -368,23 +385,29 @@ async def _play(
             return episode.end(Outcome.TRUNCATED, "context")
         if len(episode.turns) >= episode.max_turns:
             return episode.end(Outcome.TRUNCATED, "turn_limit")
-        added = _next_context(episode, tools, action, seen.messages)
+        added = _next_context(episode, tools, action, seen)
         if len(added) >= episode.room:
             return episode.end(Outcome.TRUNCATED, "context")
 
 
 def _next_context(
-    episode: Episode, tools: EpisodeTools, action: Action, messages: Sequence[Message]
+    episode: Episode, tools: EpisodeTools, action: Action, seen: StepResult
 ) -> np.ndarray:
     """What is added before the next turn: a suffix, or the whole context of a new sample where history is rewritten."""
     renderer, last = tools.renderer, episode.turns[-1].tokens
+    if seen.new_context:
+        whole = _render(episode, partial(renderer.first, seen.messages, episode.task.tools))
+        episode.fork(seen.messages)
+        tools.count("episodes/forked_contexts")
+        return whole
     closed = renderer.is_closed(last)
-    render = partial(renderer.next, messages, closed=closed, calls=action.tool_calls)
+    render = partial(renderer.next, seen.messages, closed=closed, calls=action.tool_calls)
     added = _render(episode, render)
     if not episode.rules.rewrites:
         return added
-    turns, seen = [t.tokens for t in episode.turns], np.concatenate([episode.context(), added])
-    rewrite = partial(renderer.rewritten, episode.conversation, turns, seen, episode.task.tools)
+    conversation, turns = episode.shown()
+    before = np.concatenate([episode.context(), added])
+    rewrite = partial(renderer.rewritten, conversation, turns, before, episode.task.tools)
     whole = _render(episode, rewrite)
     if whole is None:
         return added

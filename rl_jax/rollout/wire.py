@@ -171,6 +171,10 @@ def step_to_wire(result: Any, max_obs_bytes: int) -> dict[str, Any]:
         wire["k"] = _name(result.state_key, "state_key")
     if result.to_agent != "policy":
         wire["a"] = _name(result.to_agent, "to_agent")
+    if result.new_context not in (True, False):
+        raise BadObservation(f"new_context is {show(result.new_context)}, no bool")
+    if result.new_context:
+        wire["n"] = 1
     info = _info_to_wire(result.info)
     if cut_bytes:
         info["truncated_bytes"] = float(cut_bytes)
@@ -187,6 +191,7 @@ def step_from_wire(wire: Mapping[str, Any]) -> StepResult:
         done=bool(wire.get("d")),
         state_key=wire.get("k"),
         to_agent=wire.get("a", "policy"),
+        new_context=bool(wire.get("n")),
         info=wire.get("i", {}),
     )
 

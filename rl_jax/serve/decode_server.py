@@ -360,8 +360,10 @@ class DecodeServer:
         tables = self._paging.tables[np.array([turn.session.slot for turn in turns])]
         bad: list[ActiveTurn] = []
         if turns[0].wants_scores:
-            scoring = (tables, turns, pieces, self.version)
-            self._state, bad = score(self.engine, self._params, self._state, *scoring)
+            work = list(zip(turns, pieces))
+            self._state, bad = score(
+                self.engine, self._params, self._state, tables, work, self.version
+            )
         else:
             self._append(turns, pieces, tables, start)
         self._times["chunk_s"] += now_s() - start

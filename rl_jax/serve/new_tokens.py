@@ -39,23 +39,22 @@ def score(
     params: Any,
     state: Any,
     tables: np.ndarray,
-    turns: Sequence[ActiveTurn],
-    pieces: Sequence[Piece],
+    work: Sequence[tuple[ActiveTurn, Piece]],
     version: int,
 ) -> tuple[Any, list[ActiveTurn]]:
-    """Extend these turns' histories by these pieces, and keep what is found in `scored` of each.
+    """Extend each turn's history by its piece, and keep what is found in `scored` of each.
 
     Returns: the new state, and those whose logits are no numbers.
     """
-    chunk = pack(pieces, engine.settings.chunk_sizes[-1:])
-    told = [t.session.tokens[p.start + 1 :][: len(p.tokens)] for t, p in zip(turns, pieces)]
+    chunk = pack([piece for _, piece in work], engine.settings.chunk_sizes[-1:])
+    told = [turn.session.tokens[p.start + 1 :][: len(p.tokens)] for turn, p in work]
     targets = np.zeros_like(chunk.tokens)
     num = sum(map(len, told))
     targets[:num] = np.concatenate(told)
     state, scores = engine.score(params, state, tables, chunk, targets)
     logprobs, ranks, nan, ids, likely = map(np.asarray, scores)
     bad, at = [], 0
-    for turn, tokens in zip(turns, told):
+    for (turn, _), tokens in zip(work, told):
         rows = slice(at, at := at + len(tokens))
         best = (ids[rows], likely[rows]) if turn.request.likely else None
         values = logprobs[rows]

@@ -11,7 +11,7 @@ import threading
 import time
 from types import SimpleNamespace
 
-from rl_jax.http.admin import Admin
+from rl_jax.http.admin import Admin, Source
 from rl_jax.http.api import Api
 from rl_jax.http.app import build_app
 from rl_jax.http.asks import Served
@@ -21,6 +21,7 @@ from rl_jax.serve import DecodeServer, Router
 from rl_jax.settings import EngineSettings, ServeSettings
 from rl_jax.testing.fake_engine import FakeEngine
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
+from rl_jax.weights.directory import files_of
 
 PATIENCE_S = 20.0
 VOCAB = ByteTokenizer().vocab_size
@@ -55,12 +56,14 @@ class World:
         limits=LIMITS,
         update=None,
         api=None,
+        weights=("", ""),
     ):
-        """api: in place of one for the byte tokenizer."""
+        """api: in place of one for the byte tokenizer. weights: directory and digest of what is served."""
         served = Served("tiny", ChatRenderer(ByteTokenizer()), ENGINE.context, VOCAB, 4, limits)
         self.sampler, self.servers, self.limits = sampler, servers, limits
         self.api = api or Api(served, sampler, servers, slots=ENGINE.slots, token=token)
-        self.admin = Admin(self.api, servers, update or (lambda *a: {}), token=admin_token)
+        source = Source(update or (lambda *a: {}), files_of, *weights)
+        self.admin = Admin(self.api, servers, source, token=admin_token)
         size = limits.header_bytes
         public = make_server(build_app(self.api), "127.0.0.1", 0, size)
         admin = make_server(self.admin, "127.0.0.1", 0, size)

@@ -300,7 +300,8 @@ class Checker:
         for i, (a, b) in enumerate(zip(one.answers, other.answers)):
             # What the text is made of, and what is trained on; a NaN of the reward is told elsewhere.
             said = [
-                (r.messages, finite(r.reward), r.done, r.to_agent, dict(r.info)) for r in (a, b)
+                (r.messages, finite(r.reward), r.done, r.to_agent, r.new_context, dict(r.info))
+                for r in (a, b)
             ]
             if said[0] != said[1]:
                 what = "reset()" if i == 0 else f"step {i}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_jax.models import hf
+from rl_jax.models.hf_files import INDEX, SUMS, weight_files
 from rl_jax.models.model import Model
 from rl_jax.types import Ack, Digest
 
@@ -34,6 +35,12 @@ def digest_text(digest: Digest) -> str:
     """One hex sha256 of all parameters' digests."""
     told = repr(sorted((name, *map(int, pair)) for name, pair in digest.values.items()))
     return hashlib.sha256(told.encode()).hexdigest()
+
+
+def files_of(directory: Path) -> list[Path]:
+    """What publish_directory needs of a directory. Raises: hf.WeightsError."""
+    names = [*weight_files(directory), "config.json", INDEX, SUMS]
+    return [path for name in names if (path := directory / name).is_file()]
 
 
 def publish_directory(

@@ -32,14 +32,17 @@ def user(text):
 
 
 def rewrites(base_url, key, payload):
-    post(base_url, key, {"messages": [user("a")]})
-    post(base_url, key, {"messages": [user("b"), {"role": "assistant", "content": "x"}, user("c")]})
-
-
-def answers_for_the_policy(base_url, key, payload):
-    said = post(base_url, key, {"messages": [user("a")]})["choices"][0]["message"]
+    """What an agent does to its history, one after the other."""
+    ask = lambda *messages: post(base_url, key, {"messages": [*messages]})["choices"][0]["message"]
+    first = user("a")
+    said = ask(first)
+    ask(first)  # the same again, as if there had been no answer
+    ask(user("sum"), said, user("b"))  # a summary, and an answer of the policy out of its place
+    again = ask(user("sum"), said)  # cut
     made_up = {"role": "assistant", "content": "mine"}
-    post(base_url, key, {"messages": [user("a"), said, user("b"), made_up, user("c")]})
+    ask(user("sum"), said, again, user("c"))
+    ask(user("sum"), said, again, user("c"), said, made_up, user("d"))  # not all the policy's
+    return 2.0
 
 
 def sleeps(base_url, key, payload):
@@ -80,6 +83,7 @@ def knocks(base_url, key, payload):
         ("/chat/completions", "wrong", {"messages": [user("a")]}),
         ("/completions", key, {"prompt": "a"}),
         ("/chat/completions", key, {"messages": 5}),
+        ("/chat/completions", key, {"messages": []}),
         ("/chat/completions", key, {"messages": [user("a")], "n": 2}),
     ):
         try:
@@ -105,11 +109,26 @@ def test_the_agents_tools_are_the_policys():
     assert last.done and last.reward == 5.0
 
 
+def test_an_agent_that_rewrites_its_history_begins_a_new_context():
+    env, seen = started("rewrites")
+    told = []
+    while not seen.done:
+        told.append((seen.new_context, [m.content for m in seen.messages]))
+        seen = env.step(Action("said"))
+    assert told == [
+        (False, ["a"]),
+        (True, ["a"]),
+        (True, ["sum", "said", "b"]),
+        (True, ["sum", "said"]),
+        (False, ["c"]),
+        (True, ["sum", "said", "said", "c", "said", "mine", "d"]),
+    ]
+    assert seen.reward == 2.0
+
+
 @pytest.mark.parametrize(
     "agent, config, told",
     [
-        ("rewrites", {}, "rewrote its history"),
-        ("answers_for_the_policy", {}, "an answer that the policy did not give"),
         ("sleeps", {"agent_timeout_s": 0.2}, "within 0.2 s"),
         ("uses_a_tool", {}, "other tools than"),
         ("never_calls", {}, "ended without a call"),
@@ -129,7 +148,7 @@ def test_what_the_agent_raises_is_the_episodes():
 
 def test_the_endpoint_refuses_what_is_no_call():
     _, first = started("knocks")
-    assert first.messages[0].content == "[401, 404, 400, 400]"
+    assert first.messages[0].content == "[401, 404, 400, 400, 400]"
 
 
 def test_closing_ends_the_endpoint_and_the_agent():
@@ -179,19 +198,24 @@ def test_grpo_trains_what_the_outside_agents_calls_sampled(tmp_path):
     heard = {
         (row["index"], tuple(row["said"])) for row in map(json.loads, log.read_text().splitlines())
     }
-    tokenizer, num = ByteTokenizer(), 0
+    tokenizer, num, forks = ByteTokenizer(), 0, 0
     for step in (1, 2):
         for group in read_groups(run / "rollouts" / f"step_{step}" / "train"):
             for episode in group.trajectories:
                 sampled = np.concatenate([turn.tokens for turn in episode.turns])
                 assert len(episode.turns) == 2 and episode.reward.status == "scored"
+                # Every other task's agent sums up what was said before it goes on.
+                index = int(episode.task_id.rpartition("/")[2])
+                assert len(episode.sample_starts) == 1 + index % 2
+                forks += index % 2
                 # Trained ids are sampled ids, and these are the words that the agent's client was given.
                 assert episode.tokens[episode.loss_mask].tolist() == sampled.tolist()
                 said = tuple(_words(tokenizer, turn.tokens) for turn in episode.turns)
-                assert (int(episode.task_id.rpartition("/")[2]), said) in heard
+                assert (index, said) in heard
                 num += 1
-    assert num == 8
+    assert num == 8 and 0 < forks < 8
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row.get("episodes/forked_contexts", 0) for row in rows) >= forks
     assert any(row.get("optim/grad_norm", 0) > 0 for row in rows)
 
 

@@ -516,3 +516,62 @@ def test_thoughts_that_a_chat_template_drops_are_not_seen_again(rewrites):
                 *request.tokens.tolist(),
                 *said.tolist(),
             ]
+
+
+SUMMARY = (
+    Message("user", "in short"),
+    Message("assistant", "ant0"),
+    Message("user", "say ant0"),
+)
+
+
+class Summing(EchoEnv):
+    """An agent that keeps its history, but for what it begins anew after its second turn and its fourth."""
+
+    def step(self, action):
+        seen = super().step(action)
+        if self._num_steps in (2, 4):
+            return replace(seen, messages=SUMMARY, new_context=True)
+        return seen
+
+
+@pytest.mark.parametrize("rewrites", [False, True])
+def test_a_context_that_the_environment_begins_is_trained_apart(rewrites):
+    """What was sampled before is trained as it was sampled, and its words in the new context are not."""
+    stage = Stage(
+        echo_tasks(num=1, turns=5)[0], pool=FakePool({"echo": Summing}), row_tokens=1024, context=512,
+        renderer=Forgetful(TOKENIZER) if rewrites else RENDERER, rewrites=rewrites,
+    )  # fmt: skip
+    trajectory, requests = stage.trajectory(), stage.sampler.requests
+    assert stage.counts["episodes/forked_contexts"] == 2
+    starts = (*trajectory.sample_starts, len(trajectory.tokens))
+    contexts = [trajectory.tokens[a:b] for a, b in zip(starts, starts[1:])]
+    at = 0
+    for context, num in zip(contexts, (2, 2, 1), strict=True):
+        for request in requests[at : at + num]:
+            assert np.array_equal(request.tokens, context[: len(request.tokens)])
+        at += num
+    told = stage.tools.renderer.first(SUMMARY)
+    assert all(np.array_equal(context[: len(told)], told) for context in contexts[1:])
+    sampled = np.concatenate([turn.tokens for turn in trajectory.turns])
+    assert np.array_equal(trajectory.tokens[trajectory.loss_mask], sampled)
+    for start in trajectory.sample_starts[1:]:
+        assert not trajectory.loss_mask[start : start + len(told)].any()
+    assert (trajectory.outcome, trajectory.reward.value) == (Outcome.OK, 5.0)
+    line = encode_trajectory(trajectory, TOKENIZER.decode)
+    assert trajectory_sha256(decode_trajectory(line)) == trajectory_sha256(trajectory)
+
+
+def test_contexts_that_an_environment_begins_without_end_fit_one_row():
+    class Restless(EchoEnv):
+        def step(self, action):
+            return replace(super().step(action), messages=SUMMARY, new_context=True)
+
+    stage = Stage(
+        echo_tasks(num=1, turns=99)[0], FakeSampler(script=lambda r: say("y" * 60)), max_turns=99,
+        pool=FakePool({"echo": Restless}), row_tokens=200, context=128, max_new_tokens=64,
+    )  # fmt: skip
+    trajectory = stage.trajectory()
+    assert (trajectory.outcome, trajectory.truncated_by) == (Outcome.TRUNCATED, "context")
+    assert 128 < len(trajectory.tokens) <= 200 and len(trajectory.sample_starts) > 1
+    assert all(len(r.tokens) + r.max_new_tokens <= 128 for r in stage.sampler.requests[1:])

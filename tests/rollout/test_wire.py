@@ -38,7 +38,7 @@ def cross(value):
     st.dictionaries(TEXT, NUMBERS, max_size=3),
 )
 def test_step_results_cross_unchanged(messages, reward, done, key, info):
-    result = StepResult(messages, reward, done, key, "other", info)
+    result = StepResult(messages, reward, done, key, "other", info, new_context=not done)
     assert wire.step_from_wire(cross(wire.step_to_wire(result, 1 << 20))) == result
 
 
@@ -101,6 +101,7 @@ def test_a_reward_that_is_no_number_arrives_as_nan_and_is_told_as_it_was_given(r
         (StepResult((Message("user", None),)), "its content is NoneType"),
         (StepResult((Message("robot", "x"),)), "role is 'robot'; use one of"),
         (StepResult((), done="yes"), r"done is 'yes' \(str\), no bool"),
+        (StepResult((), new_context=2), r"new_context is 2 \(int\), no bool"),
         (StepResult((), state_key="x" * 257), "state_key must be a str of at most 256 characters"),
         (StepResult((), to_agent=3), "to_agent must be a str"),
         (StepResult((), info=[1]), "info must be a mapping"),
@@ -165,7 +166,7 @@ def test_every_field_of_a_task_and_of_a_step_result_is_checked():
         *("env", "tag", "reward"),  # filled in by the worker
     }
     assert {f.name for f in fields(StepResult)} == {
-        *("messages", "done", "state_key", "to_agent", "info"),
+        *("messages", "done", "state_key", "to_agent", "info", "new_context"),
         "reward",  # arrives as a NaN that tells what was given
     }
 
