@@ -8,7 +8,7 @@ import base64
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from rl_jax.viewer import episode
 from rl_jax.viewer.failures import Failures
 from rl_jax.viewer.run import Run
 from rl_jax.viewer.samples import SPLITS, SampleError, Samples
-from rl_jax.viewer.tokens import Texts
+
+if TYPE_CHECKING:
+    from rl_jax.viewer.tokens import Texts
 
 MAX_EPISODES = 25_000  # of one answer of columns
 MAX_NAMES = 200  # of one answer
@@ -47,7 +49,7 @@ class Api:
         """resolve: a name of a tokenizer or parser and its table -> the object. Raises ValueError: no run is there."""
         self.run, self.samples, self.failures = Run(path), Samples(path), Failures(path)
         self._resolve = resolve
-        self._texts: Texts | None = None
+        self._texts: Any = None
         self.routes: Mapping[str, Callable[[Asked], Any]] = {
             "run": self._run,
             "metrics": lambda asked: self.run.catalogue(),
@@ -64,8 +66,11 @@ class Api:
         }
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> "Texts":
         if self._texts is None:
+            # tokenizers and jinja2 take a third of the program's start, and only an episode needs them.
+            from rl_jax.viewer.tokens import Texts
+
             self._texts = Texts(self.run.config, self._resolve)
         return self._texts
 
