@@ -62,7 +62,7 @@ class Api:
             "tools": self._tools,
             "failures": lambda asked: self.failures.table(),
             "examples": self._examples,
-            "events": lambda asked: self.run.events(number(asked, "most", 500, 1, 5000)),
+            "events": self._events,
         }
 
     @property
@@ -164,6 +164,9 @@ class Api:
         return episode.tools(
             self.samples, self.texts, number(asked, "step", None, 0), asked.get("split", "train")
         )
+
+    def _events(self, asked: Asked) -> dict[str, Any]:
+        return self.run.events(number(asked, "most", 500, 1, 5000), asked.get("kind", ""))
 
     def _examples(self, asked: Asked) -> list[dict[str, Any]]:
         return self.failures.examples(asked.get("state", ""), asked.get("reason", ""))
