@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_jax.names import resolve
 from rl_jax.viewer import export, text
 from rl_jax.viewer.api import Api, Refusal
 from rl_jax.viewer.server import Server
@@ -61,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        api = Api(args.run, resolve if args.plugins else of_the_table)
+        api = Api(args.run, of_anywhere if args.plugins else of_the_table)
         if args.text:
             sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
             for line in text.report(api, text.Asked.of(args)):
@@ -99,6 +98,14 @@ def serve(api: Api, port: int) -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             print()
+
+
+def of_anywhere(name: str, table: Mapping[str, Any]) -> Any:
+    from rl_jax.names import (
+        resolve,
+    )  # with it comes all of the config's checking: a third of the program's start
+
+    return resolve(name, table)
 
 
 def of_the_table(name: str, table: Mapping[str, Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ import base64
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from rl_jax.viewer import episode
 from rl_jax.viewer.failures import Failures
 from rl_jax.viewer.run import Run
 from rl_jax.viewer.samples import SPLITS, SampleError, Samples
-from rl_jax.viewer.tokens import Texts
+
+if TYPE_CHECKING:
+    from rl_jax.viewer.tokens import Texts
 
 MAX_EPISODES = 25_000  # of one answer of columns
 MAX_NAMES = 200  # of one answer
@@ -47,7 +49,7 @@ class Api:
         """resolve: a name of a tokenizer or parser and its table -> the object. Raises ValueError: no run is there."""
         self.run, self.samples, self.failures = Run(path), Samples(path), Failures(path)
         self._resolve = resolve
-        self._texts: Texts | None = None
+        self._texts: Any = None
         self.routes: Mapping[str, Callable[[Asked], Any]] = {
             "run": self._run,
             "metrics": lambda asked: self.run.catalogue(),
@@ -60,12 +62,15 @@ class Api:
             "tools": self._tools,
             "failures": lambda asked: self.failures.table(),
             "examples": self._examples,
-            "events": lambda asked: self.run.events(number(asked, "most", 500, 1, 5000)),
+            "events": self._events,
         }
 
     @property
-    def texts(self) -> Texts:
+    def texts(self) -> "Texts":
         if self._texts is None:
+            # tokenizers and jinja2 take a third of the program's start, and only an episode needs them.
+            from rl_jax.viewer.tokens import Texts
+
             self._texts = Texts(self.run.config, self._resolve)
         return self._texts
 
@@ -159,6 +164,9 @@ class Api:
         return episode.tools(
             self.samples, self.texts, number(asked, "step", None, 0), asked.get("split", "train")
         )
+
+    def _events(self, asked: Asked) -> dict[str, Any]:
+        return self.run.events(number(asked, "most", 500, 1, 5000), asked.get("kind", ""))
 
     def _examples(self, asked: Asked) -> list[dict[str, Any]]:
         return self.failures.examples(asked.get("state", ""), asked.get("reason", ""))

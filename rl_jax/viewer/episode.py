@@ -10,12 +10,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl_jax.viewer.samples import SampleError, Samples
-from rl_jax.viewer.tokens import Texts
+
+if TYPE_CHECKING:
+    from rl_jax.viewer.tokens import Texts
 
 MAX_TEXT = 20_000  # characters of one text
 MAX_TOKENS = 4_000  # of one turn, in one answer
@@ -37,7 +39,7 @@ def short(text: Any) -> str:
     return text if len(text) <= MAX_NAME else f"{text[:MAX_NAME]}... ({len(text)} characters)"
 
 
-def show(samples: Samples, texts: Texts, step: int, split: str, i: int) -> dict[str, Any]:
+def show(samples: Samples, texts: "Texts", step: int, split: str, i: int) -> dict[str, Any]:
     """Raises SampleError."""
     record = samples.record(step, split, i)
     index = samples.index(step, split)
@@ -69,7 +71,9 @@ def show(samples: Samples, texts: Texts, step: int, split: str, i: int) -> dict[
     }  # fmt: skip
 
 
-def more(samples: Samples, texts: Texts, who: tuple[int, str, int], turn: int, start: int) -> dict:
+def more(
+    samples: Samples, texts: "Texts", who: tuple[int, str, int], turn: int, start: int
+) -> dict:
     """The next tokens of one turn, from its token `start`. Raises SampleError."""
     record = samples.record(*who)
     try:
@@ -81,7 +85,7 @@ def more(samples: Samples, texts: Texts, who: tuple[int, str, int], turn: int, s
         raise SampleError(f"no such tokens ({type(error).__name__}: {str(error)[:160]})") from None
 
 
-def tools(samples: Samples, texts: Texts, step: int, split: str) -> dict[str, Any]:
+def tools(samples: Samples, texts: "Texts", step: int, split: str) -> dict[str, Any]:
     """Tool calls of a step by name, with errors, and what was answered. Raises SampleError."""
     index = samples.index(step, split)
     if index is None:
@@ -162,7 +166,7 @@ def _turn(
     record: Mapping[str, Any],
     turn: Mapping[str, Any],
     number: int,
-    texts: Texts,
+    texts: "Texts",
     advantages: np.ndarray | None,
     span: tuple[int, int],
 ) -> dict[str, Any]:

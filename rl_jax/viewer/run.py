@@ -11,6 +11,7 @@ import math
 import re
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from rl_jax.resume import METRICS as METRICS_FILE
 from rl_jax.run_dir import ENV, EVENTS, STATUS
 from rl_jax.viewer.lines import LineFile, read_object
 
-MAX_EVENTS = 5000  # the newest; more are counted
+MAX_EVENTS = 1000  # of a kind, the newest; more are counted
+MAX_KINDS, MAX_KIND = 100, 60  # kinds told apart; characters of one
+ROUTINE = ("published",)  # kinds with an event each step
 MAX_ROWS = 200_000  # rows kept; the oldest go first, and are counted
 REFRESH_S = 0.5  # between two looks at the files
 WARM_START = "sft/"  # its steps are not those of the run
@@ -49,8 +52,9 @@ class Run:
             )
         self._lock = threading.RLock()
         self._rows: list[dict[str, Any]] = []
-        self._events: list[dict[str, Any]] = []
-        self.num_events = self.num_rows_left_out = 0
+        self._events: dict[str, deque[tuple[int, dict[str, Any]]]] = {}  # kind -> (number, event)
+        self._num_events: Counter[str] = Counter()
+        self._num_taken = self.num_rows_left_out = 0
         self._read_s = -math.inf  # monotonic
         self._metrics = LineFile(path / METRICS_FILE, self._take_row, self._rows.clear)
         self._event_file = LineFile(path / EVENTS, self._take_event, self._no_events)
@@ -172,11 +176,19 @@ class Run:
             }
         return out
 
-    def events(self, most: int = 500) -> dict[str, Any]:
-        """The newest, newest first, and how many there are."""
+    def events(self, most: int = 500, kind: str = "") -> dict[str, Any]:
+        """The newest, newest first, and how many there are of each kind. kind "": of all but the ROUTINE ones."""
         self.refresh()
         with self._lock:
-            return {"events": self._events[: -most - 1 : -1], "num": self.num_events}
+            kinds = [kind] if kind else [k for k in self._events if k not in ROUTINE]
+            found = [one for k in kinds for one in self._events.get(k, ())]
+            newest = sorted(found, key=lambda one: -one[0])[:most]
+            return {
+                "events": [event for _, event in newest],
+                "num": sum(self._num_events.values()),
+                "kinds": dict(self._num_events),
+                "routine": [k for k in ROUTINE if k in self._num_events],
+            }
 
     def last_steps(self, num: int) -> list[dict[str, Any]]:
         return [row for row in self.rows() if STEP in row][-num:]
@@ -193,14 +205,17 @@ class Run:
             del self._rows[:-MAX_ROWS]
 
     def _take_event(self, event: dict[str, Any]) -> None:
-        self.num_events += 1
-        self._events.append(event)
-        if len(self._events) > MAX_EVENTS:
-            del self._events[:-MAX_EVENTS]
+        kind = str(event.get("kind"))[:MAX_KIND]
+        if kind not in self._num_events and len(self._num_events) >= MAX_KINDS:
+            kind = "others"
+        self._num_events[kind] += 1
+        self._num_taken += 1
+        held = self._events.setdefault(kind, deque(maxlen=MAX_EVENTS))
+        held.append((self._num_taken, event))
 
     def _no_events(self) -> None:
         self._events.clear()
-        self.num_events = 0
+        self._num_events.clear()
 
 
 def family(name: str) -> str:

@@ -247,6 +247,11 @@ def test_every_view_can_be_reached_by_clicks_and_is_whole(visit, served, shown_r
     seen.tab("Events")
     seen.view("events")
     assert page.locator(".events li").count() == 11
+    page.select_option("select[aria-label=kind]", "alarm")
+    page.locator(".events li", has_text="saved").first.wait_for(state="detached")
+    assert page.locator(".events li").count() == 1
+    page.select_option("select[aria-label=kind]", "")
+    page.locator(".events li").nth(10).wait_for()
     seen.look("events")
     page.keyboard.press("?")
     seen.view("keys")

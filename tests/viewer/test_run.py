@@ -122,11 +122,7 @@ def test_a_run_without_most_of_its_files_is_shown(tmp_path):
     run = Run(tmp_path)
     head = run.head()
     assert head["state"] == "unknown" and head["step"] is None and head["advice"] == []
-    assert (
-        run.catalogue() == []
-        and run.curves(["a"], 10) == {}
-        and run.events() == {"events": [], "num": 0}
-    )
+    assert run.catalogue() == [] and run.curves(["a"], 10) == {} and run.events()["events"] == []
     assert any(fault.startswith("STATUS.json cannot be read") for fault in run.faults())
 
 
@@ -163,9 +159,20 @@ def test_a_curve_that_is_shortened_keeps_its_extremes():
     assert thin(points[:50], 200) == points[:50]
 
 
-def test_events_are_bounded_and_counted(copy, monkeypatch):
+def test_events_are_bounded_by_kind_and_counted(copy, monkeypatch):
     monkeypatch.setattr(run_module, "MAX_EVENTS", 5)
     with open(copy / "events.jsonl", "a") as out:
         out.writelines(f'{{"kind": "x", "n": {n}}}\n' for n in range(40))
-    found = Run(copy).events(3)
-    assert [one["n"] for one in found["events"]] == [39, 38, 37] and found["num"] > 40
+        out.writelines(f'{{"kind": "published", "n": {n}}}\n' for n in range(40))
+    run = Run(copy)
+    found = run.events(3)
+    assert [one["n"] for one in found["events"]] == [
+        39,
+        38,
+        37,
+    ]  # what each step writes does not hide the rest
+    assert (
+        found["kinds"] == {"saved": 12, "alarm": 1, "x": 40, "published": 40} and found["num"] == 93
+    )
+    assert [one["kind"] for one in run.events(kind="alarm")["events"]] == ["alarm"]
+    assert [one["n"] for one in run.events(kind="published")["events"]] == [39, 38, 37, 36, 35]

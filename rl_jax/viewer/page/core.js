@@ -121,6 +121,7 @@ async function lookAtRun() {
   showHead();
   return before === null || before.num_rows !== known.run.num_rows;
 }
+const isLive = (run) => run.state === "running" || run.state === "paused";
 function showHead() {
   const run = known.run;
   document.title = `${inert(run.name)} \u00b7 rl_jax`;
@@ -128,9 +129,9 @@ function showHead() {
   at("name").title = inert(run.path);
   const planned = run.steps_planned ? ` of ${run.steps_planned}` : "";
   const step = run.step === null ? "" : `step ${run.step}${planned}`;
-  const silent = run.state === "running" && run.silent_s !== null && !embedded ? `last sign ${ago(run.silent_s)} ago` : "";
+  const silent = isLive(run) && run.silent_s !== null && !embedded ? `last sign ${ago(run.silent_s)} ago` : "";
   at("state").textContent = [run.state, step, silent, embedded ? "exported" : ""].filter(Boolean).map(inert).join(" \u00b7 ");
-  at("state").className = run.state === "running" ? "live" : run.state === "failed" ? "bad" : "";
+  at("state").className = isLive(run) ? "live" : run.state === "failed" ? "bad" : "";
 }
 
 // --- formats -------------------------------------------------------------------------------------------------------

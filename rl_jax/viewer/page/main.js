@@ -83,5 +83,5 @@ async function again() {
     return;
   }
   await draw();
-  if (!embedded && known.run.state === "running") setTimeout(again, AGAIN_MS);
+  if (!embedded && isLive(known.run)) setTimeout(again, AGAIN_MS);
 })();

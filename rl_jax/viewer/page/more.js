@@ -55,15 +55,23 @@ async function toolsOf(box, step, split) {
   } catch (error) { box.replaceChildren(note(error.message, "bad")); }
 }
 
-async function eventsView(view) {
-  const { events, num } = await ask("events");
-  view.append(h("section.card", null, h("h2", null, `${whole(num)} events`), num > events.length ? note(`the newest ${whole(events.length)} are shown`) : null,
-    events.length ? h("ul.events", null, events.map((one) => {
-      const { time, kind, step, text, name, attempt, t_mono_s, ...more } = one;
-      const rest = Object.entries(more).map(([k, v]) => `${k} ${typeof v === "object" ? JSON.stringify(v) : v}`).join(", ").slice(0, 2000);
-      return h("li", null, h("time", null, typeof time === "number" ? clock(time) : ""), h(`span.kind.${kind === "alarm" ? "correctness" : "tuning"}`, null, String(kind).slice(0, 60)),
-        h("span", null, step === undefined ? "" : typeof step === "number" ? h("a", { href: link(["step", step, "train"]) }, `step ${step}`) : String(step).slice(0, 60), " ", name ? `${String(name).slice(0, 100)} ` : "", text ? String(text).slice(0, 4000) : "", rest ? ` ${rest}` : ""));
-    })) : note("Nothing is in events.jsonl.")));
+async function eventsView(view, parts, query) {
+  const kind = query.get("kind") || "", found = await ask("events", { kind });
+  const events = embedded && kind ? found.events.filter((one) => one.kind === kind) : found.events; // an export holds the newest
+  const kinds = Object.entries(found.kinds).sort((a, b) => b[1] - a[1]).map(([k, n]) => [k, `${inert(k)} (${whole(n)})`]);
+  const hidden = kind ? "" : found.routine.map((k) => `${whole(found.kinds[k])} of ${k} are under their own kind`).join(", ");
+  const shown = kind ? found.kinds[kind] || 0 : found.num - found.routine.reduce((sum, k) => sum + found.kinds[k], 0);
+  view.append(h("section.card", null,
+    h("div.bar1", null, h("h2", null, `${whole(found.num)} events`), kinds.length > 1 ? select("kind", [["", "all"], ...kinds], kind, (v) => go(["events"], { kind: v })) : null),
+    hidden ? note(hidden) : null, shown > events.length ? note(`the newest ${whole(events.length)} of ${whole(shown)} are shown`) : null,
+    events.length ? h("ul.events", null, events.map(eventLine)) : note(found.num ? "None of this kind." : "Nothing is in events.jsonl.")));
+}
+function eventLine(one) {
+  const { time, kind, step, text, name, attempt, t_mono_s, ...more } = one;
+  const rest = Object.entries(more).map(([k, v]) => `${k} ${typeof v === "object" ? JSON.stringify(v) : v}`).join(", ").slice(0, 2000);
+  const where = step === undefined || step === null ? "" : typeof step === "number" ? h("a", { href: link(["step", step, "train"]) }, `step ${step}`) : String(step).slice(0, 60);
+  return h("li", null, h("time", null, typeof time === "number" ? clock(time) : ""), h(`span.kind.${kind === "alarm" ? "correctness" : "tuning"}`, null, String(kind).slice(0, 60)),
+    h("span", null, where, " ", name ? `${String(name).slice(0, 100)} ` : "", text ? String(text).slice(0, 4000) : "", rest ? ` ${rest}` : ""));
 }
 
 const KEYS = [["1 2 3 4", "run, episodes, failures, events"], ["j k", "next, previous line of a list"], ["Enter", "open the line"], ["n p", "next, previous page or step"],
