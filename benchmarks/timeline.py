@@ -2,22 +2,27 @@
 
     python -m benchmarks.timeline [--steps 30] [--pairs 4] [--json benchmarks/results/timeline.json]
 
-1. cost      Track.add and the writing of what was added, a span; alone on one thread.
+1. cost      Track.add and the writing of what was added, a span; and a block's, which sums up arrays of 64 slots
+             before; alone on one thread, in CPU time.
 2. sums      the quickstart's parts without its warm start, synchronous and with max_staleness=1: the seconds of each
              unit, busy and by cause, of steps 2 to the last, against the wall clock of their rows in metrics.jsonl; and
              goodput's factors of each pool.
-3. overhead  the same job with the timeline and without, in turns: median seconds of a step. Predicted: the spans of a
-             step times their cost on the thread that adds them and on the one that writes, of one core.
+3. overhead  the same job with the timeline and without, in turns: CPU seconds of the whole run (user and system, all
+             its processes), which other load on the machine changes little, and median seconds of a step, which it
+             changes much. Predicted: the spans of a step times their cost, of the CPU seconds of a step.
 """
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import numpy as np
 
 from rl_jax.metrics import read_metrics
 from rl_jax.timeline import Traces
@@ -41,35 +46,44 @@ def cost() -> dict[str, float]:
         timeline.close()  # its thread must not write meanwhile
         timeline.is_on, timeline._most = True, NUM_SPANS
         track = timeline.track("decode/decode.0")
-        start = time.perf_counter()
+        valid, tokens = np.ones((64, 4), bool), np.full(64, 300)
+        start = time.thread_time()
+        for _ in range(NUM_SPANS // 10):
+            block = {"tokens": int(valid.sum()), "context": int(tokens.sum())}
+            track.add("block", 1.0, 2.0, running=64, version=3, **block)
+        block_s = time.thread_time() - start
+        timeline._spans.clear()
+        start = time.thread_time()
         for i in range(NUM_SPANS):
             track.add("block", 1.0, 2.0, running=8, tokens=32, context=1000 + i, version=3)
-        added_s = time.perf_counter() - start
+        added_s = time.thread_time() - start
         timeline.is_on = False
-        start = time.perf_counter()
+        start = time.thread_time()
         timeline._flush()
-        written_s = time.perf_counter() - start
+        written_s = time.thread_time() - start
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
         assert timeline.num_lost == 0
     return {
         "add_us": 1e6 * added_s / NUM_SPANS,
+        "block_us": 1e6 * block_s / (NUM_SPANS // 10),
         "write_us": 1e6 * written_s / NUM_SPANS,
         "bytes": size / NUM_SPANS,
     }
 
 
-def job(run: Path, steps: int, *words: str) -> float:
-    """Run it; seconds of the whole process."""
+def job(run: Path, steps: int, *words: str) -> tuple[float, float]:
+    """Run it; seconds of the whole process, and CPU seconds of it and all that it started."""
     command = [sys.executable, "-m", "rl_jax.launch", f"--run_dir={run}", *JOB, *words]
-    start = time.monotonic()
+    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [*command, f"--config.steps={steps}"], capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}"
-        )
-    return time.monotonic() - start
+        said = done.stderr[-2000:]
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {said}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.monotonic() - start, cpu_s
 
 
 def sums(run: Path, steps: int, process_s: float) -> dict:
@@ -105,22 +119,23 @@ def step_s(run: Path) -> list[float]:
     return [row["time/step_s"] for row in read_metrics(run) if "time/step_s" in row][3:]
 
 
-def overhead(folder: Path, steps: int, pairs: int, predicted: float) -> dict:
+def overhead(folder: Path, steps: int, pairs: int) -> dict:
     """Pairs of runs, with and without in turns."""
     medians: dict[str, list[float]] = {"with": [], "without": []}
+    cpu: dict[str, list[float]] = {"with": [], "without": []}
     for i in range(pairs):
         order = ("with", "without") if i % 2 == 0 else ("without", "with")
         for kind in order:
             run = folder / f"{kind}_{i}"
             off = () if kind == "with" else ("--config.metrics.timeline_bytes=0",)
-            job(run, steps, SYNC, *off)
+            cpu[kind].append(job(run, steps, SYNC, *off)[1])
             medians[kind].append(statistics.median(step_s(run)))
-    ratios = [a / b - 1 for a, b in zip(medians["with"], medians["without"], strict=True)]
+    ratios = [a / b - 1 for a, b in zip(cpu["with"], cpu["without"], strict=True)]
     return {
+        "cpu_s": cpu,
+        "of_cpu": statistics.median(ratios),
+        "of_cpu_of_each_pair": ratios,
         "median_step_s": medians,
-        "predicted": predicted,
-        "measured": statistics.median(ratios),
-        "of_each_pair": ratios,
     }
 
 
@@ -136,16 +151,24 @@ def main() -> None:
         folder = Path(name)
         for kind, word in (("synchronous", SYNC), ("asynchronous", ASYNC)):
             run = folder / kind
-            found[kind] = sums(run, asked.steps, job(run, asked.steps, word))
+            process_s, cpu_s = job(run, asked.steps, word)
+            found[kind] = {**sums(run, asked.steps, process_s), "cpu_s": cpu_s}
             told = {k: found[kind][k] for k in ("rows_wall_s", "off", "spans", "bytes")}
             print(kind, json.dumps(told), flush=True)
         one = found["synchronous"]
         per_step = one["spans_in_steps"] / (asked.steps - 1)
-        each_us = found["cost"]["add_us"] + found["cost"]["write_us"]
-        predicted = per_step * each_us * 1e-6 / (one["rows_wall_s"] / (asked.steps - 1))
-        print(f"{per_step:.0f} spans a step; predicted {100 * predicted:.3f} % of it", flush=True)
+        each_us = found["cost"]["block_us"] + found["cost"]["write_us"]
+        # All of a run's CPU seconds count as its steps': the start's, too, so that the share is too low by that.
+        predicted = {
+            "spans_a_step": per_step,
+            "cpu_s_a_step": per_step * each_us * 1e-6,
+            "of_cpu": per_step * each_us * 1e-6 / (one["cpu_s"] / asked.steps),
+            "of_half_a_second": per_step * each_us * 1e-6 / 0.5,
+        }
+        found["predicted"] = predicted
+        print(json.dumps(predicted), flush=True)
         if asked.pairs:
-            found["overhead"] = overhead(folder, asked.steps, asked.pairs, predicted)
+            found["overhead"] = overhead(folder, asked.steps, asked.pairs)
             print(json.dumps(found["overhead"]), flush=True)
     found["command"] = f"python -m benchmarks.timeline --steps {asked.steps} --pairs {asked.pairs}"
     if asked.json is not None:

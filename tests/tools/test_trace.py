@@ -236,6 +236,10 @@ def test_prog_is_what_the_peak_would_take_over_what_was_taken():
     prog = (0.002002 + 0.0200005) / 0.05
     assert found.factors("decode")["prog"] == pytest.approx(prog)
     assert found.factors("train")["prog"] == pytest.approx(0.25)
+    attempt.facts["pools"]["decode"] |= {"servers": ["decode.0", "decode.1"]}
+    attempt.facts["servers"]["decode.1"] = SERVER  # of another kind of device, in no table
+    half = attempt.spans + [Span(*block(2.0, 3.0, server="decode.1"), "driver")]
+    assert goodput(Attempt(0, half, attempt.facts)).factors("decode")["prog"] is None
     whole = found.factors()
     assert whole["prog"] == pytest.approx((prog * 0.05 + 0.25 * 2) / 2.05)
     product = whole["sched"] * whole["run"] * whole["prog"] * 0.8
