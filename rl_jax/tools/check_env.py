@@ -1,9 +1,9 @@
 """`python -m rl_jax.tools.check_env NAME [--config KEY=VALUE ...]`: what is wrong with an environment.
 
 NAME is one of ENVS, "package.module:Class", or "path/to/file.py:Class". The environment runs in worker processes, as in
-a run: a hang is killed. Played are a random policy, its script if it has one, and hostile text; what is checked stands
-in env_checks.py. One line on stdout for each fault, with its remedy. Exit code: 0 nothing is wrong, 1 something is, 2
-the arguments cannot be used, 130 interrupted.
+a run: a hang is killed. Played are a random policy, its script if it has one, hostile text, and with --openai a model
+behind an endpoint; what is checked stands in env_checks.py. One line on stdout for each fault, with its remedy. Exit
+code: 0 nothing is wrong, 1 something is, 2 the arguments cannot be used, 130 interrupted.
 Must not: import an environment itself.
 """
 
@@ -20,8 +20,10 @@ from typing import Any
 from envs import ENVS
 from rl_jax.console import say
 from rl_jax.rewards import REWARDS
+from rl_jax.rewards.http_client import read_token
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
 from rl_jax.tools.env_checks import Checker, Report
+from rl_jax.tools.openai_policy import OpenAIPolicy
 
 TAG = "checked"
 WORST_FAILURES = 1000  # deaths of a worker before its place is given up; the time limit comes first
@@ -44,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reset_timeout_s", type=float, default=RolloutSettings.reset_timeout_s)
     parser.add_argument("--max_obs_bytes", type=int, default=RolloutSettings.max_obs_bytes)
     parser.add_argument("--timeout_s", type=float, default=300.0, help="for all checks together")
+    parser.add_argument("--openai", default="", metavar="URL",
+                        help="an OpenAI-compatible API whose model plays too, as http://127.0.0.1:8000/v1")  # fmt: skip
+    parser.add_argument("--model", default="", help="the model there")
+    parser.add_argument("--token_file", default="", help="of that API: a file with its token")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
     args = parser.parse_args(argv)
     begin_s = time.monotonic()
@@ -79,10 +85,24 @@ def check(args: argparse.Namespace) -> Report:
         max_env_failures=WORST_FAILURES,
     )
     try:
-        checker = Checker(source, settings, RewardSettings())
+        checker = Checker(source, settings, RewardSettings(), model_of(args))
     except ValueError as error:
         raise ArgumentError(str(error)) from None
     return asyncio.run(_bounded(checker, args.timeout_s))
+
+
+def model_of(args: argparse.Namespace) -> OpenAIPolicy | None:
+    """Raises: ArgumentError."""
+    if bool(args.openai) != bool(args.model) or (args.token_file and not args.openai):
+        raise ArgumentError(
+            "--openai URL and --model NAME belong together, and --token_file to them"
+        )
+    if not args.openai:
+        return None
+    try:
+        return OpenAIPolicy(args.openai, args.model, read_token(args.token_file, "--token_file"))
+    except (ValueError, OSError) as error:
+        raise ArgumentError(f"--openai: {error}") from None
 
 
 async def _bounded(checker: Checker, timeout_s: float) -> Report:

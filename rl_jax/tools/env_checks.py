@@ -5,8 +5,9 @@ there, so what hangs or dies in it is killed and told; every wait ends by a dead
 often it was met. Two pools of one worker each are used, `here` and `there`: what two processes tell
 differently does not follow from task and seed.
 
-Order: tasks (both pools list them) -> play (random and scripted policies) -> determinism (the same actions there, and
-here beside another episode) -> hostile text -> close. Where no episode can begin, the rest is not tried.
+Order: tasks (both pools list them) -> play (random and scripted policies, a model where one is named) -> determinism
+(the same actions there, and here beside another episode) -> hostile text -> close. Where no episode can begin, the rest
+is not tried.
 Must not: import an environment, or judge how hard it is.
 """
 
@@ -22,6 +23,7 @@ from rl_jax.rewards.check import NoReward, finite, from_steps
 from rl_jax.rollout import wire
 from rl_jax.rollout.worker import EnvError, EnvHandle, EnvPool
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
+from rl_jax.tools.openai_policy import OpenAIPolicy, PolicyError
 from rl_jax.types import Action, EpisodeView, Message, StepResult, Task, ToolCall
 
 SEED = 12345
@@ -128,7 +130,15 @@ class Ended(Exception):
 class Checker:
     """Runs all checks of one task source."""
 
-    def __init__(self, source: TaskSource, settings: RolloutSettings, rewards: RewardSettings):
+    def __init__(
+        self,
+        source: TaskSource,
+        settings: RolloutSettings,
+        rewards: RewardSettings,
+        model: OpenAIPolicy | None = None,
+    ):
+        """model: plays each task of train that the random policy plays."""
+        self._model = model
         self.report = Report(source.env)
         self._source = source
         self._here, self._there = (EnvPool([source], settings, rewards) for _ in range(2))
@@ -145,6 +155,8 @@ class Checker:
                     await self._close(played[0].task)
         finally:
             await asyncio.gather(self._here.close(), self._there.close())
+            if self._model is not None:
+                await self._model.close()
         return self.report
 
     # --- the checks ---------------------------------------------------------------------------------------------------
@@ -240,11 +252,34 @@ class Checker:
                         except Ended:
                             pass
         self._judge_rewards(played, scripted)
+        if self._model is not None:
+            await self._play_model(self._model)
         for one in played:
             await self._judge_score(one)
             if ("reward", "timeout") in self.report.faults:
                 break  # each more would cost its deadline
         return played
+
+    async def _play_model(self, model: OpenAIPolicy) -> None:
+        """What a model behind an endpoint makes of the tasks that a run would train on."""
+        ended: list[Played] = []
+        for task in self._some("train") if "train" in self.report.tasks else ():
+            try:
+                await model.check()
+                ended.append(await self._episode(self._here, task, model, "openai policy"))
+            except Ended:
+                continue
+            except PolicyError as error:
+                remedy = "see that it serves chat completions of this model, with tools if the tasks have any"
+                self.report.add("openai policy", "endpoint", f"{model.model}: {error}", remedy)
+                return
+        if ended:
+            mean = sum(one.reward for one in ended) / len(ended)
+            done = sum(one.answers[-1].done for one in ended)
+            self.report.note(
+                f"openai policy {model.model}: {len(ended)} episodes in {model.num_answers} turns, {done} came to done,"
+                f" mean reward of their steps {mean:g}"
+            )
 
     def _num_deaths(self) -> int:
         deadly = ("env_timeout", "env_died")
@@ -332,9 +367,9 @@ class Checker:
     async def _episode(
         self, pool: EnvPool, task: Task, policy: Any, check: str, beside: Task | None = None
     ) -> Played:
-        """Play and close it. policy: a Random (random texts), a skill of the script, or a sequence of actions.
+        """Play and close it. policy: a Random (random texts), a skill of the script, a model, or a sequence of actions.
 
-        beside: of an episode that is reset in the same process before each step. Raises: Ended.
+        beside: of an episode that is reset in the same process before each step. Raises: Ended; PolicyError of a model.
         """
         actions: list[Action] = []
         answers: list[StepResult] = []
@@ -360,6 +395,9 @@ class Checker:
                     check.partition(" (")[0], error.kind, f"{check}: {error.detail}", remedy
                 )
             raise Ended from None  # and its environment is closed
+        except PolicyError:
+            await self._shut(pool, handle)
+            raise
         await self._shut(pool, handle)
         self.report.num_episodes += 1
         return Played(task, tuple(actions), tuple(answers))
@@ -402,6 +440,8 @@ class Checker:
         if isinstance(policy, float):
             said = await handle.script(SEED, policy)
             return Action(said.content, said.tool_calls)
+        if isinstance(policy, OpenAIPolicy):
+            return await policy.act(i, task, seen)
         return policy[i] if i < len(policy) else None
 
     # --- one answer ---------------------------------------------------------------------------------------------------
