@@ -20,6 +20,7 @@ from typing import Any
 from envs import ENVS
 from rl_jax.console import say
 from rl_jax.rewards import REWARDS
+from rl_jax.rollout.blocking import run_blocking
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
 from rl_jax.tools.env_checks import Checker, Report
 
@@ -82,7 +83,7 @@ def check(args: argparse.Namespace) -> Report:
         checker = Checker(source, settings, RewardSettings())
     except ValueError as error:
         raise ArgumentError(str(error)) from None
-    return asyncio.run(_bounded(checker, args.timeout_s))
+    return run_blocking(_bounded(checker, args.timeout_s))
 
 
 async def _bounded(checker: Checker, timeout_s: float) -> Report:
