@@ -37,9 +37,11 @@ class RunClosed(RuntimeError):
     """It can do nothing any more, but its files can be read."""
 
 
-def quickstart(run_dir: str | Path = "", **overrides: Any) -> "Run":
-    """The quickstart's run, ready for its first step; minutes, as it is warm-started. overrides: as of `run`."""
-    return run("quickstart", run_dir=run_dir, **overrides)
+def quickstart(
+    changes: Mapping[str, Any] | None = None, *, run_dir: str | Path = "", **overrides: Any
+) -> "Run":
+    """The quickstart's run, ready for its first step; minutes, as it is warm-started. All arguments: as of `run`."""
+    return run("quickstart", changes, run_dir=run_dir, **overrides)
 
 
 def run(
@@ -129,6 +131,11 @@ class Run(RunFiles):
     def version(self) -> int:
         """Steps that its weights have seen."""
         return self._driver.state.version
+
+    @property
+    def parts(self) -> Any:
+        """The driver's parts (rl_jax.driver.Parts), to look at: learner, sync, rollout, ledger, ..."""
+        return self._driver.parts
 
     @property
     def settings(self) -> Any:

@@ -21,6 +21,7 @@ from envs import ENVS
 from rl_jax.console import say
 from rl_jax.rewards import REWARDS
 from rl_jax.rewards.http_client import read_token
+from rl_jax.rollout.blocking import run_blocking
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
 from rl_jax.tools.env_checks import Checker, Report
 from rl_jax.tools.openai_policy import OpenAIPolicy
@@ -88,7 +89,7 @@ def check(args: argparse.Namespace) -> Report:
         checker = Checker(source, settings, RewardSettings(), model_of(args))
     except ValueError as error:
         raise ArgumentError(str(error)) from None
-    return asyncio.run(_bounded(checker, args.timeout_s))
+    return run_blocking(_bounded(checker, args.timeout_s))
 
 
 def model_of(args: argparse.Namespace) -> OpenAIPolicy | None:
