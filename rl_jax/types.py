@@ -133,8 +133,9 @@ class TurnRequest:
     priority: int = 0
     min_version: int = 0
     deadline_s: float = 60.0  # seconds left when sent; each hop converts to its own monotonic clock
-    # a resumed turn: sampled tokens that `tokens` ends with; max_new_tokens more may come
-    token_index: int = 0
+    token_index: int = (
+        0  # a resumed turn: sampled tokens that end `tokens`; max_new_tokens more come
+    )
     place: str = ""  # of Sampler.capacity(): where its slot is held; "" = any place of the tag
     # What clients of a served model ask for, and rollout never does (JaxEngine's `likely`):
     min_new_tokens: int = 0  # before them no stop token is sampled

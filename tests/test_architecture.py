@@ -561,8 +561,6 @@ TOGETHER = {
     "tensorboard": ("tensorboardX",),
     "notebook": ("ipykernel", "matplotlib"),
 }
-TOGETHER = {"serve": ("fastapi", "pydantic", "starlette", "uvicorn"),
-            "notebook": ("ipykernel", "matplotlib")}  # fmt: skip
 
 
 def test_dependencies_are_what_is_imported():

@@ -1,5 +1,4 @@
-"""DecodeServer: one thread round one engine; sole owner of its DecodeState and of the order in
-which things happen to it.
+"""DecodeServer: one thread round one engine; sole owner of its DecodeState and of the order of what happens to it.
 
 One iteration of the loop, between any two of which commands are obeyed:
 1. Commands: requests, aborts, releases, pause, drain, commit, fence.
@@ -12,12 +11,11 @@ Prefix handed over is used if its version allows it.
 6. One block is generated, unless other turns still wait for KV and serve.chunks_per_block is not
    reached: a block costs much the same for few as for many. Its tokens (Tokens) and ends (Finished)
    are written to the event stream, each with the version of the weights that made them.
-So a commit waits for one block and one chunk, never for a turn. Under `recompute` a swap parks all
-generating turns; each decodes again as soon as its own KV is rebuilt. Under `keep` they go on at
-once and their tokens are marked mixed.
-Invariants: every accepted request ends in exactly one on_done, on this thread; a request refused at
-the door (closed, fenced) is answered on the caller's. Nothing waits without a deadline, and an idle
-loop sleeps until a command or a deadline comes.
+So a commit waits for one block and one chunk, never for a turn. Under `recompute` a swap parks all generating turns;
+each decodes again as soon as its own KV is rebuilt. Under `keep` they go on at once and their tokens are marked mixed.
+Invariants: every accepted request ends in exactly one on_done, on this thread; a request refused at the door (closed,
+fenced) is answered on the caller's. Nothing waits without a deadline, and an idle loop sleeps until a command or a
+deadline comes.
 Must not: hold a lock while it computes; know text, environments, or of other servers more than where a prefix goes.
 """
 
