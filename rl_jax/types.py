@@ -133,9 +133,8 @@ class TurnRequest:
     priority: int = 0
     min_version: int = 0
     deadline_s: float = 60.0  # seconds left when sent; each hop converts to its own monotonic clock
-    token_index: int = (
-        0  # a resumed turn: sampled tokens that end `tokens`; max_new_tokens more come
-    )
+    # a resumed turn: sampled tokens that end `tokens`; max_new_tokens more may come
+    token_index: int = 0
     place: str = ""  # of Sampler.capacity(): where its slot is held; "" = any place of the tag
     # What clients of a served model ask for, and rollout never does (JaxEngine's `likely`):
     min_new_tokens: int = 0  # before them no stop token is sampled
@@ -528,9 +527,8 @@ class View:
     limits: Mapping[str, int] = field(default_factory=dict)
     # batches that the run takes until its end and no published version has consumed; None = no end is known
     batches_left: int | None = None
-    bound: int | None = (
-        None  # versions that a batch may be old now; None = SchedulerConfig.max_staleness
-    )
+    # versions that a batch may be old now; None = SchedulerConfig.max_staleness
+    bound: int | None = None
 
 
 @dataclass(frozen=True)
