@@ -1,5 +1,6 @@
 """Whole jobs whose policy calls a tool: with the byte tokenizer, and with a directory's tokenizer and chat template."""
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -42,22 +43,21 @@ def test_policys_own_words_are_parsed_answered_and_trained(tmp_path):
 
 def _seen_in_the_viewer(api, answered):
     """Tool calls, and the advantage of each trained token, of a run that really trained."""
-    steps = api.samples.steps()
     num_calls = trained = 0
-    for step in steps:
-        if (index := api.samples.index(step, "train")) is None:
+    for step, split in itertools.product(api.samples.steps(), ("train", "eval")):
+        if (index := api.samples.index(step, split)) is None:
             continue
-        found = api.answer("tools", {"step": str(step)})
+        found = api.answer("tools", {"step": str(step), "split": split})
         assert found["fault"] == "" and found["unreadable"] == 0
-        num_calls += sum(kind["num"] for kind in found["kinds"])
+        num_calls += sum(kind["num"] for kind in found["kinds"] if kind["name"] != "unreadable")
         for i in range(index.num):
-            shown = api.answer("episode", {"step": str(step), "i": str(i)})
-            assert shown["has_advantages"]
-            for turn in shown["turns"]:
-                tokens = turn["tokens"]
-                assert "".join(tokens["pieces"]) == turn["said"]["text"]
+            shown = api.answer("episode", {"step": str(step), "split": split, "i": str(i)})
+            assert shown["has_advantages"] == (split == "train")
+            for tokens in (turn["tokens"] for turn in shown["turns"] if split == "train"):
                 assert [a is not None for a in tokens["advantages"]] == tokens["mask"]
                 trained += sum(tokens["mask"])
+            for turn in shown["turns"]:
+                assert "".join(turn["tokens"]["pieces"]) == turn["said"]["text"]
     assert num_calls >= len(answered) and trained > 0
 
 

@@ -166,7 +166,15 @@ def test_every_view_can_be_reached_by_clicks_and_is_whole(visit, served, shown_r
         "mismatch/abs_mean",
         "mismatch/abs_mean_lag{n}_pure",
     }
-    # One metric, and from its chart the step under the pointer.
+    _metric_and_step(seen)
+    _episode_and_two(seen)
+    _list(seen)
+    _rest(seen)
+
+
+def _metric_and_step(seen):
+    """One metric, and from its chart the step under the pointer."""
+    page = seen.page
     page.locator(".tile", has_text="reward/mean").click()
     seen.view("metric")
     page.hover(".plot svg")
@@ -185,7 +193,11 @@ def test_every_view_can_be_reached_by_clicks_and_is_whole(visit, served, shown_r
     page.click("#tools")
     page.locator("summary", has_text="examples").first.click()
     seen.look("step")
-    # An episode, its tokens in each colour, the next member, and two side by side.
+
+
+def _episode_and_two(seen):
+    """An episode, its tokens in each colour, the next member, and two side by side."""
+    page = seen.page
     page.locator(".group a.cell").nth(9).click()
     seen.view("episode")
     for label, css in (
@@ -214,7 +226,11 @@ def test_every_view_can_be_reached_by_clicks_and_is_whole(visit, served, shown_r
     seen.view("diff")
     assert page.locator(".sides .turn").count() >= 2
     seen.look("diff")
-    # The histogram is a filter.
+
+
+def _list(seen):
+    """The histogram is a filter; so are tags; lists are sorted and paged."""
+    page = seen.page
     seen.tab("Episodes")
     seen.view("episodes")
     page.locator(".count", has_text="960 of 960 episodes").wait_for()
@@ -238,7 +254,11 @@ def test_every_view_can_be_reached_by_clicks_and_is_whole(visit, served, shown_r
     seen.look("steps")
     page.locator("tr.row").nth(3).click()
     seen.view("step")
-    # What was lost, events, keys.
+
+
+def _rest(seen):
+    """What was lost, events, keys."""
+    page = seen.page
     seen.tab("Failures")
     seen.view("failures")
     page.locator("tr.kindrow", has_text="env_timeout").click()
