@@ -333,7 +333,11 @@ def test_weights_without_numbers_fail_by_name(own_world):
     assert answer.status == 500 and answer.body["error"]["code"] == "nonfinite_logits"
     streamed = world.post("/v1/completions", {"prompt": "abc", "max_tokens": 4, "stream": True})
     assert streamed.status == 500 and "null" not in json.dumps(streamed.body["error"]["message"])
+    assert world.get("/health_generate").status == 500  # whoever watches for progress sees it
+    told = 'rl_jax:request_errors_total{model_name="tiny",code="nonfinite_logits"} 3'
+    assert told in world.get("/metrics").body
     publish(world.server, 2, 1)
+    assert world.get("/health_generate").status == 200
     assert world.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}).status == 200
     assert world.api.num_choices == 0
 
