@@ -1,4 +1,4 @@
-"""`python -m rl_jax.tools.serve` as its user meets it: what it refuses at once, and a server from its start to SIGTERM."""
+"""`python -m rl_jax.tools.serve` as its user meets it: what it refuses at once, and a server from start to SIGTERM."""
 
 import http.client
 import json
