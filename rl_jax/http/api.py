@@ -265,6 +265,9 @@ class Api:
                         took_s - event.times_s.get("queue", 0.0) - self._choice_s
                     )
                 yield event
+        except ApiError as error:
+            metrics.errors[error.code or str(error.status)] += 1
+            raise
         finally:
             await events.aclose()
             metrics.e2e.add(now_s() - start_s)

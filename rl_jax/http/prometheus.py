@@ -17,6 +17,9 @@ class HttpMetrics:
         self.finished: Counter[str] = Counter()  # choices, by finish
         self.answers: Counter[int] = Counter()  # requests, by status
         self.ends: Counter[str] = Counter()  # requests without an answer: disconnect, slow_reader
+        self.errors: Counter[str] = (
+            Counter()
+        )  # by code: accepted requests that could not be sampled
         self.rejects = 0  # 429
         self.prompt_tokens = self.generation_tokens = self.cached_tokens = 0
         self.ttft, self.tpot, self.e2e = Histogram(), Histogram(), Histogram()
@@ -45,6 +48,7 @@ class HttpMetrics:
             ("vllm:request_success_total", "finished_reason", self.finished),
             ("rl_jax:http_answers_total", "status", self.answers),
             ("rl_jax:aborts_total", "reason", self.ends),
+            ("rl_jax:request_errors_total", "code", self.errors),
         )
         for name, label, counts in families:
             rows = [(f'{self._labels},{label}="{k}"', v) for k, v in sorted(counts.items())]

@@ -173,55 +173,60 @@ def leave(sock):
     sock.close()
 
 
-def freed_after(world, sock, condition):
-    """(seconds, blocks) until all is free, from the client's going."""
-    until(condition, "the phase")
+def held_pages(world):
+    """That a slot holds, of which nobody else can have them."""
+    return world.server._paging.num_held
+
+
+def go(world, socks, is_over, what):
+    """The clients go; asserts that what they had is free in time, by the clock and by the server's blocks."""
     blocks = world.engine.num_blocks
-    leave(sock)
-    took_s = until(world.is_still, "slots and pages to be free")
-    return took_s, world.engine.num_blocks - blocks
+    for sock in socks:
+        leave(sock)
+    took_s = until(is_over, what)
+    assert took_s < FREED_S and world.engine.num_blocks - blocks <= BLOCKS
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_while_it_generates_frees_its_slot(world, stream):
+def test_a_client_that_goes_while_it_generates_frees_slot_and_pages(world, stream):
     world.pace.block_s = 0.05
     sock = world.open("/v1/completions", {**LONG, "stream": stream})
-    took_s, blocks = freed_after(world, sock, lambda: world.gauges()["running"] == 1)
-    assert took_s < FREED_S and blocks <= BLOCKS
+    until(lambda: world.gauges()["running"] == 1, "a block")
+    assert held_pages(world) > 0
+    go(world, [sock], lambda: world.is_still() and not held_pages(world), "slot and pages")
 
 
-def test_a_client_that_goes_in_the_queue_leaves_it(world):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_in_the_queue_leaves_it(world, stream):
     world.pace.block_s = 0.05
     holds = [world.open("/v1/completions", {**LONG, "seed": i}) for i in range(ENGINE.slots)]
     until(lambda: world.gauges()["running"] == ENGINE.slots)
-    waits = world.open("/v1/completions", LONG)
+    waits = world.open("/v1/completions", {**LONG, "stream": stream})
     until(lambda: world.gauges()["waiting"] == 1)
-    leave(waits)
-    assert until(lambda: world.gauges()["waiting"] == 0, "the queue to be empty") < FREED_S
+    go(world, [waits], lambda: world.gauges()["waiting"] == 0, "the queue to be empty")
     assert world.gauges()["running"] == ENGINE.slots  # nobody else was ended
     for sock in holds:
         leave(sock)
 
 
-def test_a_client_that_goes_in_prefill_stops_it(world):
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("program", ["append", "score"])
+def test_a_client_that_goes_in_prefill_frees_slot_and_pages(world, stream, program):
     """Four histories of more than a chunk: most are still to be extended when the clients go."""
-    append, world.engine.append = (
-        world.engine.append,
-        lambda *a: time.sleep(0.1) or type(world.engine).append(world.engine, *a),
-    )
+    real = getattr(world.engine, program)
+    setattr(world.engine, program, lambda *a: time.sleep(0.1) or real(*a))
+    scores = {"echo": True, "logprobs": 1} if program == "score" else {}
     try:
-        socks = [
-            world.open(
-                "/v1/completions", {"prompt": [i + 9] * 400, "max_tokens": 100, "ignore_eos": True}
-            )
-            for i in range(4)
-        ]
+        socks = []
+        for i in range(4):
+            body = {"prompt": [i + 9 + 5 * stream] * 400, "max_tokens": 100, "ignore_eos": True}
+            body |= {"stream": stream, "cache_salt": f"{program}{stream}{i}", **scores}
+            socks.append(world.open("/v1/completions", body))
         until(lambda: world.gauges()["filling"] > 0, "a prefill")
-        for sock in socks:
-            leave(sock)
-        assert until(world.is_still, "slots to be free") < FREED_S
+        assert held_pages(world) > 0
+        go(world, socks, lambda: world.is_still() and not held_pages(world), "slots and pages")
     finally:
-        world.engine.append = append
+        delattr(world.engine, program)
 
 
 def test_a_client_that_goes_while_it_sends_is_counted(world):
@@ -328,7 +333,11 @@ def test_weights_without_numbers_fail_by_name(own_world):
     assert answer.status == 500 and answer.body["error"]["code"] == "nonfinite_logits"
     streamed = world.post("/v1/completions", {"prompt": "abc", "max_tokens": 4, "stream": True})
     assert streamed.status == 500 and "null" not in json.dumps(streamed.body["error"]["message"])
+    assert world.get("/health_generate").status == 500  # whoever watches for progress sees it
+    told = 'rl_jax:request_errors_total{model_name="tiny",code="nonfinite_logits"} 3'
+    assert told in world.get("/metrics").body
     publish(world.server, 2, 1)
+    assert world.get("/health_generate").status == 200
     assert world.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}).status == 200
     assert world.api.num_choices == 0
 
