@@ -268,6 +268,8 @@ def test_asynchronous_training_holds_its_staleness_bound(tmp_path):
     ledger = map(json.loads, (directory / "ledger.jsonl").read_text().splitlines())
     assert not [record["uid"] for record in ledger if record["reason"] == "run_end"]
     assert "mismatch/abs_mean_lag1_pure" in rows(directory)[-1]
+    goodput = check_timeline(directory)
+    assert all(pool.run > 0.001 for pool in goodput.pools.values())
 
 
 def test_adaptive_bound_holds_from_step_to_step_and_through_a_resume(tmp_path):
@@ -289,6 +291,10 @@ def test_adaptive_bound_holds_from_step_to_step_and_through_a_resume(tmp_path):
     ]
     changed = [(i, b) for i, (a, b) in enumerate(zip(bounds, bounds[1:]), 1) if a != b]
     assert [pair for pair in told if pair[0] < 9] == changed
+    goodput = check_timeline(tmp_path)  # of both attempts
+    train = goodput.pools["train"].buckets
+    assert train["recovery"] > 0 and train["wasted_after_crash"] == 0.0, "it went on from its end"
+    assert check_timeline(tmp_path, (7, 9)).pools["decode"].buckets["recovery"] == 0.0
 
 
 def test_a_change_of_the_bound_reaches_the_rollout_and_is_told():

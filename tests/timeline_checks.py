@@ -7,7 +7,7 @@ import pytest
 
 from rl_jax.metrics import read_metrics
 from rl_jax.tools import trace
-from rl_jax.tools.bubbles import PHASES
+from rl_jax.tools.bubbles import PHASES, phase_of
 from rl_jax.tools.goodput import goodput_of
 from rl_jax.tools.trace_files import read_attempts
 
@@ -60,7 +60,7 @@ def check_timeline(run, steps=None):
     """Of a real run; its goodput. steps: as tools.trace's --steps."""
     attempts = read_attempts(run)
     assert [(a.num_lost, a.num_bad) for a in attempts] == [(0, 0)] * len(attempts)
-    phases = {s.kind for a in attempts for s in a.of("driver")}
+    phases = {phase_of(s) for a in attempts for s in a.of("driver")}
     assert phases - OTHER_PHASES <= set(PHASES), "one that no cause is known of"
     goodput = goodput_of(attempts, read_metrics(run), steps)
     for pool in goodput.pools.values():

@@ -9,7 +9,7 @@ Must not: be waited on without a deadline.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,12 +174,3 @@ class Inbox:
             self._commands.clear()
             self._ready.notify()
             return commands
-
-
-def first_sessions(requests: Iterable[TurnRequest]) -> list[str]:
-    """The live histories that begin with these requests, for a timeline; a prefix job's attempt is its turn's."""
-    return [
-        f"{r.uid}#{r.attempt if r.attempt >= 0 else -1 - r.attempt}"
-        for r in requests
-        if r.turn == 0 and r.token_index == 0
-    ]

@@ -28,7 +28,7 @@ import numpy as np
 
 from kernels.kv import NO_PAGE
 from rl_jax.clock import now_s
-from rl_jax.engine.chunks import Piece, cost_of, pack
+from rl_jax.engine.chunks import Piece, pack
 from rl_jax.engine.state import FINISH_REASONS, RUNNING
 from rl_jax.serve import commands
 from rl_jax.serve.commands import (
@@ -40,7 +40,6 @@ from rl_jax.serve.commands import (
     OnPrefix,
     OnTokens,
     PrefixJob,
-    first_sessions,
 )
 from rl_jax.serve.events import Event, EventStream, Finished, Parked, Started, Swapped, Tokens
 from rl_jax.serve.handover import batches, first_missing, send
@@ -50,9 +49,10 @@ from rl_jax.serve.paging import Paging
 from rl_jax.serve.rates import RATE_TOKENS, AppendRate, Rate
 from rl_jax.serve.request_table import RequestTable
 from rl_jax.serve.sessions import ActiveTurn, common_prefix
+from rl_jax.serve.spans import tell_block, tell_chunk
 from rl_jax.serve.staging import StagedWeights
 from rl_jax.settings import ServeSettings
-from rl_jax.timeline import OFF, Track
+from rl_jax.timeline import Track
 from rl_jax.types import Ack, BlockTokens, Digest, FinishReason, Prefix, TurnError, TurnRequest
 
 IDLE_S = 1.0  # longest sleep of an idle loop; every command ends it at once
@@ -101,7 +101,6 @@ class DecodeServer:
             fail=self._fail,
             refuse=self._refuse,
         )
-        self._track: Track = OFF
         self._params: dict[str, Any] | None = None
         self._state: Any = None
         self._epoch = 0
@@ -116,7 +115,7 @@ class DecodeServer:
 
     def trace(self, track: Track) -> None:
         """Have a timeline know what it does. Before `start`."""
-        self._track = self._loop.track = track
+        self._loop.track = track
 
     def start(self) -> None:
         """Start the thread; commits are obeyed while it compiles, requests are served after it."""
@@ -366,9 +365,8 @@ class DecodeServer:
             self._append(turns, pieces, tables, start)
         self._times["chunk_s"] += now_s() - start
         self._table.filled(turns, pieces, self.version)
-        if self._track.is_on:
-            first = first_sessions(turn.request for turn in turns if turn.missing_kv == 0)
-            self._track.add("chunk", start, now_s(), **cost_of(pieces), first=first)
+        whole = (turn.request for turn in turns if turn.missing_kv == 0)
+        tell_chunk(self._loop.track, start, pieces, whole)
         for turn in bad:
             self._end([turn], FinishReason.ERROR, self._nan_error(turn))
         self._chunks_in_row += 1
@@ -403,7 +401,7 @@ class DecodeServer:
             num_tokens = sum(len(one.tokens) - one.start for one in batch)
             self._move_rate.add(num_tokens, took_s)
             self._times["transfer_s"] += took_s
-            self._track.add("transfer", start, start + took_s, to=batch[0].target.name)
+            self._loop.track.add("transfer", start, start + took_s, to=batch[0].target.name)
             self._table.counters["sent_tokens"] += num_tokens
             self._loop.num_done += 1
             for one, prefix in zip(batch, prefixes):
@@ -476,17 +474,9 @@ class DecodeServer:
         self._times["block_s"] += end - start
         self._table.count_block()
         self._table.now_s = now_s()
-        if self._track.is_on:
-            self._tell_block(block, start, end)
+        tell_block(self._loop.track, start, end, block, self._table, self.version)
         self._deliver(block)
         self._loop.num_done += 1
-
-    def _tell_block(self, block: BlockTokens, start_s: float, end_s: float) -> None:
-        log, num = self._table.log, self._table.num_running
-        self._track.add(
-            "block", start_s, end_s, running=num, tokens=int(block.valid.sum()),
-            context=int(log.num_tokens.sum()), version=self.version,
-        )  # fmt: skip
 
     def _deliver(self, block: BlockTokens) -> None:
         """Tokens and ends of one block, to the event stream."""
@@ -560,7 +550,7 @@ class DecodeServer:
         self._loop.fence(None)
         self._events.write(Swapped(version, commit.sync_id, commit.kv))
         blocks = int(self._table.counters["blocks"])
-        self._track.add("swap", start, now_s(), version=version)
+        self._loop.track.add("swap", start, now_s(), version=version)
         ack = Ack(self.name, version, blocks, now_s() - start)
         self._staged.acknowledge(commit, ack, retired)
         self._loop.num_done += 1

@@ -24,16 +24,17 @@ import jax
 import numpy as np
 
 from rl_jax.clock import now_s
-from rl_jax.engine.chunks import Chooser, Piece, cost_of, pack
+from rl_jax.engine.chunks import Chooser, Piece, pack
 from rl_jax.engine.prefix_tree import Origin
-from rl_jax.serve.commands import Abort, Commit, Fence, OnPrefix, first_sessions
+from rl_jax.serve.commands import Abort, Commit, Fence, OnPrefix
 from rl_jax.serve.handover import Outgoing, batches, first_missing, send
 from rl_jax.serve.loop import Loop, Progress, answer
 from rl_jax.serve.paging import Found, Paging, chain
 from rl_jax.serve.rates import RATE_TOKENS, Rate
+from rl_jax.serve.spans import tell_chunk
 from rl_jax.serve.staging import StagedWeights
 from rl_jax.settings import ServeSettings
-from rl_jax.timeline import OFF, Track
+from rl_jax.timeline import Track
 from rl_jax.types import Ack, Digest, Prefix, TurnError, TurnRequest
 
 IDLE_S = 1.0  # longest sleep of an idle loop; every command ends it at once
@@ -99,7 +100,6 @@ class PrefillServer:
             fail=self._fail,
             refuse=self._refuse,
         )
-        self._track: Track = OFF
         self._params: dict[str, Any] | None = None
         self._state: Any = None  # None while it compiles
         size = engine.settings
@@ -117,7 +117,7 @@ class PrefillServer:
 
     def trace(self, track: Track) -> None:
         """Have a timeline know what it does. Before `start`."""
-        self._track = self._loop.track = track
+        self._loop.track = track
 
     def start(self) -> None:
         """Start the thread; commits are obeyed while it compiles, requests are served after it."""
@@ -342,9 +342,8 @@ class PrefillServer:
         for job, n in zip(jobs, taken):
             self._counters["prefill_tokens"] += n
             job.num_done += n
-        if self._track.is_on:
-            first = first_sessions(job.request for job in jobs if job.missing == 0)
-            self._track.add("chunk", start, end, **cost_of(pieces), first=first)
+        whole = (job.request for job in jobs if job.missing == 0)
+        tell_chunk(self._loop.track, start, pieces, whole)
         self._hand_over([job for job in jobs if job.missing == 0])
 
     def _hand_over(self, whole: Sequence[Job]) -> None:
@@ -363,7 +362,7 @@ class PrefillServer:
         prefixes = send(self.engine, self._state, batch, self.version)
         end = now_s()
         self._counters["transfer_s"] += end - start
-        self._track.add("transfer", start, end, to=batch[0].target.name)
+        self._loop.track.add("transfer", start, end, to=batch[0].target.name)
         num_tokens = sum(len(one.tokens) - one.start for one in batch)
         self._move_rate.add(num_tokens, end - start)
         self._loop.num_done += 1  # where the tree has everything, nothing else is done
@@ -429,7 +428,7 @@ class PrefillServer:
             self._leave(job)
         self._counters["swaps"] += 1
         chunks = int(self._counters["chunks"])
-        self._track.add("swap", start, now_s(), version=self.version)
+        self._loop.track.add("swap", start, now_s(), version=self.version)
         ack = Ack(self.name, self.version, chunks, now_s() - start)
         self._staged.acknowledge(commit, ack, retired)
 

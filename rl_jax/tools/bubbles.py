@@ -23,10 +23,12 @@ USEFUL = ("block", "chunk", "transfer", "update", "score")
 # Causes of bubbles, in the order of legends.
 CAUSES = (
     "init", "compile", "batch", "rollout", "prefill", "environments", "rewards", "learner", "sync",
-    "save", "evaluation", "records", "host", "unknown",
+    "save", "pause", "evaluation", "records", "host", "unknown",
 )  # fmt: skip
 LEAST_S = 1e-3  # a shorter bubble is in the sums and in no list
+PAUSE = "a pause before step"  # with the step and who asked for it behind
 PHASES = {  # of the driver, what it does -> cause; the first that holds counts
+    PAUSE: "pause",
     "the sync of version": "sync",
     "time/sync_s": "sync",
     "the save of version": "save",
@@ -127,13 +129,18 @@ def length(intervals: Iterable[Interval]) -> float:
 # --- what was going on -----------------------------------------------------------------------------------------------
 
 
+def phase_of(span: Span) -> str:
+    """What the driver was at, as PHASES has it."""
+    return PAUSE if span.kind.startswith(PAUSE) else span.kind
+
+
 class Grid:
     """The window cut wherever anything began or ended; what was going on in each cell."""
 
     def __init__(self, attempt: Attempt, window: Interval):
         self.window = window
         groups = {name: attempt.of(name) for name in ("env", "reward", "decode", "prefill")}
-        driver = {k: [s for s in attempt.of("driver") if s.kind == k] for k in PHASES}
+        driver = {k: [s for s in attempt.of("driver") if phase_of(s) == k] for k in PHASES}
         every = [span for spans in (*groups.values(), *driver.values()) for span in spans]
         cuts = [t for span in every for t in (span.start_s, span.end_s)]
         self.times = np.unique(np.clip(np.array([*window, *cuts]), *window))

@@ -40,6 +40,7 @@ BUCKET_OF = {  # cause -> bucket
     "rewards": "reward_wait",
     "sync": "sync",
     "save": "ckpt",
+    "pause": "idle",
     "learner": "idle",
     "evaluation": "idle",
     "records": "idle",

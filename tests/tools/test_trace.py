@@ -109,6 +109,17 @@ def test_what_a_batch_waits_for_is_shared_by_the_episodes_that_are_there():
     )
 
 
+def test_pause_that_somebody_asked_for_is_one_whatever_else_goes_on():
+    pause = "a pause before step 5, asked for by ann on host"
+    units = accounted(
+        lap("batch", 0.0, 0.5),
+        ("driver/now", pause, 1.0, 4.0),
+        ("decode/decode.0", "wait", 0.0, 4.0),
+    )
+    for unit in units.values():
+        assert unit.by_cause["pause"] == 3.0 and unit.off < 1e-12
+
+
 def test_hosts_work_between_two_blocks_is_neither_use_nor_a_wait():
     units = accounted(
         ("decode/decode.0", "compile", 0.5, 2.0),
