@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -45,6 +47,24 @@ def test_a_writer_that_died_in_its_line_costs_that_line_alone(tmp_path):
     command = send(tmp_path, 0, "pause")
     torn, mine = Reader(tmp_path, 0).poll()
     assert mine == command and torn.wrong == "not a command (not JSON)"
+
+
+def test_many_writers_get_numbers_of_their_own(tmp_path):
+    code = (
+        f"from rl_jax.control import send; [send({str(tmp_path)!r}, 0, 'save') for _ in range(40)]"
+    )
+    root = Path(__file__).parents[1]
+    writers = [subprocess.Popen([sys.executable, "-c", code], cwd=root) for _ in range(4)]
+    assert [writer.wait(60) for writer in writers] == [0] * 4
+    assert [(c.seq, c.wrong) for c in Reader(tmp_path, 0).poll()] == [
+        (i, "") for i in range(1, 161)
+    ]
+
+
+def test_a_command_that_is_too_long_is_not_sent(tmp_path):
+    with pytest.raises(ValueError, match="bytes; at most"):
+        send(tmp_path, 0, "set", "eval.every", "x" * MAX_LINE)
+    assert Reader(tmp_path, 0).poll() == []
 
 
 def test_commands_of_another_attempt_are_not_obeyed(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import struct
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -111,8 +112,12 @@ def test_wandb_itself_keeps_it_in_its_offline_file(tmp_path):
 
     feed(WandbTracker(info(tmp_path)))
     (kept,) = tmp_path.glob("wandb/offline-run-*/run-run-1.wandb")
-    data = kept.read_bytes()
-    assert b"reward/mean.sums" in data and b"0.75" in data
+    end_s = (
+        time.monotonic() + 30
+    )  # wandb's own process writes it, and finish() does not always wait for the disk
+    while not (b"reward/mean.sums" in (data := kept.read_bytes()) and b"0.75" in data):
+        assert time.monotonic() < end_s, data[:200]
+        time.sleep(0.05)
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/rollouts_*.json")
     assert json.loads(table.read_text())["data"][0][-1] == HOSTILE
 
