@@ -139,8 +139,8 @@ class Run(RunFiles):
 
     @property
     def settings(self) -> Any:
-        """Its whole config, resolved."""
-        return self._job.settings
+        """Its whole config, resolved; and as it was steered."""
+        return self._driver.settings
 
     def step(self, num: int = 1) -> "Run":
         """`num` more steps, with the evaluations and saves that are due between them; after the last one the run ends
@@ -154,7 +154,7 @@ class Run(RunFiles):
             raise ValueError(f"step({num}): a run goes on by 1 step or more")
         if self._is_finished:
             raise ValueError(
-                f"all steps={steps} of the config are done; close() it, and go on with rl_jax.run("
+                f"it is over at step {self.version} of steps={steps}; close() it, and go on with rl_jax.run("
                 f"run_dir={str(self.path)!r}, steps={steps + 50})"
             )
         self._while_asked(lambda: self._advance(min(self.version + num, steps)), ends=True)
@@ -208,7 +208,8 @@ class Run(RunFiles):
         self._chatted = chatted
         with driver.kept():
             driver.advance(last)
-            if driver.state.version >= self.settings.steps:
+            if driver.state.version >= self.settings.steps or driver.state.version < last:
+                # The last step, or steering ended the run.
                 driver.finish()
                 self._is_finished = True
                 self._jobs.tell_end(self._job, driver)

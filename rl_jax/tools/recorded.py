@@ -63,7 +63,7 @@ class Recorded:
         attempts = {k: row["attempt"] for k, row in rows.items()}
         row, mine = rows[step], machines.get(attempts[step], {})
         return cls(
-            run, step, _as_then(settings, mine), mine.get("mode", "train"),
+            run, step, _as_then(settings, mine, events, step), mine.get("mode", "train"),
             json.loads((run / CONFIG).read_text(encoding="utf-8"))["run_id"], row, attempts, machines,
             _digests(events, attempts),
         )  # fmt: skip
@@ -134,11 +134,24 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
-def _as_then(settings: Settings, attempt: Mapping[str, Any]) -> Settings:
-    """What a later attempt may have changed and a step's numbers depend on, as it was."""
+def _as_then(
+    settings: Settings,
+    attempt: Mapping[str, Any],
+    events: Sequence[Mapping[str, Any]],
+    step: int,
+) -> Settings:
+    """What a later attempt may have changed and a step's numbers depend on, as it was; guards as they were steered."""
     if "steps" not in attempt:
         return settings
-    guards = schema.build(GuardSettings, attempt["guards"], "guards", [])
+    values = dict(attempt["guards"])
+    for event in events:
+        if event["kind"] == "steer" and event["attempt"] <= attempt["attempt"]:
+            section, _, name = event.get("key", "").partition(".")
+            is_in_force = event["answer"] == "done" and event["step"] < step
+            # A resume whose config says something else than what was steered away from has won.
+            if section == "guards" and is_in_force and values.get(name) == event["old"]:
+                values[name] = event["new"]
+    guards = schema.build(GuardSettings, values, "guards", [])
     return replace(settings, steps=attempt["steps"], guards=guards)
 
 

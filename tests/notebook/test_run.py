@@ -164,7 +164,7 @@ def test_after_the_last_step_it_answers_and_says_how_to_go_on(live):
     live.step()  # what is left of the end: the last evaluation, the save
     assert status(live) == "done" and (live.path / "summary.json").is_file()
     assert live.chat("still there?", new=True, max_new_tokens=3).version == 4
-    with pytest.raises(ValueError, match=r"all steps=4 of the config are done.*steps=54"):
+    with pytest.raises(ValueError, match=r"it is over at step 4 of steps=4.*steps=54"):
         live.step()
     assert "finished; its servers still answer" in repr(live)
 

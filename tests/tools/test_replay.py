@@ -179,6 +179,20 @@ def test_only_the_history_that_survives_is_read(run):
     assert sorted(recorded.digests) == [0, 1, 2, 3, 4, 5]
 
 
+def test_guards_are_those_that_the_step_was_steered_to(run, tmp_path):
+    copy = copied(run, tmp_path)
+    steer = {"kind": "steer", "answer": "done", "key": "guards.ess_below", "attempt": 0}
+    steers = [
+        {**steer, "step": 1, "old": 0.5, "new": 0.3},
+        {**steer, "step": 2, "old": 0.3, "new": 0.2, "answer": "refused"},
+        {**steer, "step": 3, "old": 0.3, "new": 0.1, "attempt": 1},
+    ]
+    with open(copy / "events.jsonl", "a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in steers)
+    below = [Recorded.read(copy, step).settings.guards.ess_below for step in range(1, 6)]
+    assert below == [0.5, 0.3, 0.3, 0.1, 0.1]
+
+
 # --- the figures alone ---
 
 
