@@ -4,8 +4,8 @@ Of prompts that are scored, the log-probs come before all else of their choices 
 computes them, and the others' events wait here.
 Life of a choice: 1 A request goes to the router, under a name of its own or its session's. 2 Blocks' tokens come while
 they are sampled; text is made of them, and a stop string ends the choice there: its request is aborted, what comes
-later is not looked at. 3 The router's Turn ends it; tokens that were not told before come with it (of servers that
-cannot stream). 4 Its session is released, unless the client named it.
+later is not looked at. 3 The router's Turn ends it; tokens that were not told before come with it. 4 Its
+session is released, unless the client named it.
 Invariants: every choice ends in exactly one End, or the whole stream in one ApiError; text, tokens, log-probs and
 versions of a choice are those that were sampled, in order, each once; whoever stops reading ends the work: leaving the
 stream aborts what is under way.

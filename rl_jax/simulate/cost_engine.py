@@ -26,6 +26,7 @@ VOCAB_SIZE = 150_000
 
 class CostEngine:
     packs_fresh = False
+    num_likely = 0
     support = 0
 
     def __init__(self, settings: EngineSettings, costs: Costs, clock: VirtualLoop):

@@ -203,7 +203,7 @@ def listing(*names, size=2):
     ],
 )
 def test_a_peer_that_lies_brings_nothing(tmp_path, manifest, body, length, message):
-    limits = HttpLimits(peer_idle_s=0.2)
+    limits = HttpLimits(peer_idle_s=20.0 if length is None else 0.2)
     with liar(manifest, body, length) as url, pytest.raises(PeerError, match=message):
         (into := tmp_path / "into").mkdir()
         fetch(Peer(url, ""), into, limits)

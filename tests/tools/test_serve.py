@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
 from rl_jax.tools import serve
 from tests.http.test_update import write
 
