@@ -241,7 +241,7 @@ def _list(seen):
     assert "lo=0.975" in page.url and "hi=1" in page.url
     assert {text.strip() for text in page.locator("tr.row .reward").all_text_contents()} == {"1"}
     page.mouse.click(box["x"] + 3, box["y"] + 40)
-    page.locator(".reward", has_text="1").first.wait_for(state="detached")
+    page.locator(".reward", has_text=re.compile("^1$")).first.wait_for(state="detached")
     shown = {float(text) for text in page.locator("tr.row .reward").all_text_contents()}
     assert 0.0 in shown and max(shown) <= 0.025
     page.get_by_role("button", name="clear").click()
