@@ -201,7 +201,7 @@ def _trajectory(step, body, value, who, rng, hostile) -> Trajectory:
             )  # fmt: skip
         )
         tokens += [*prompt.tolist(), *own.tolist()]
-        mask += [False] * len(prompt) + [True] * len(own)
+        mask += [False] * len(prompt) + [sample > 0 or number != 1] * len(own)  # not all is trained
         logprobs += [0.0] * len(prompt) + logprob.tolist()
         versions += [-1] * len(prompt) + turns[-1].versions.tolist()
         mixed += [False] * len(prompt) + is_mixed.tolist()

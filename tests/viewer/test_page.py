@@ -240,6 +240,10 @@ def _list(seen):
     page.locator("tr.row").first.wait_for()
     assert "lo=0.975" in page.url and "hi=1" in page.url
     assert {text.strip() for text in page.locator("tr.row .reward").all_text_contents()} == {"1"}
+    page.mouse.click(box["x"] + 3, box["y"] + 40)
+    page.locator(".reward", has_text=re.compile("^1$")).first.wait_for(state="detached")
+    shown = {float(text) for text in page.locator("tr.row .reward").all_text_contents()}
+    assert 0.0 in shown and max(shown) <= 0.025
     page.get_by_role("button", name="clear").click()
     page.locator(".count", has_text="960 of 960").wait_for()
     page.select_option("select[aria-label=tag]", "sums")
@@ -354,6 +358,9 @@ def test_a_run_that_goes_on_is_looked_at_again(visit, served, copy):
         )
     seen.page.locator("#state", has_text="step 13").wait_for(timeout=15_000)
     seen.page.locator(".count", has_text="208 of 208").wait_for(timeout=15_000)
+    with open(copy / "metrics.jsonl", "a") as out:
+        out.write('{"step": 14, "time": 4e9, "attempt": 0, "time/step_s": 2.0}\n')
+    seen.page.locator("#state", has_text="step 14").wait_for(timeout=15_000)
 
 
 def test_what_cannot_be_read_is_told_in_its_view(visit, served, copy):

@@ -25,9 +25,10 @@ def column(piece, name):
     return np.frombuffer(base64.b64decode(piece["columns"][name]), api_module.COLUMNS[name])
 
 
-def test_an_episode_is_what_was_trained_token_by_token(api, run):
-    (trajectory,) = read_traces(run / "rollouts" / "step_5" / "train")[6:7]
-    shown = api.answer("episode", WHO)
+@pytest.mark.parametrize("i", ["0", "4", "6", "8"])
+def test_an_episode_is_what_was_trained_token_by_token(api, run, i):
+    trajectory = read_traces(run / "rollouts" / "step_5" / "train")[int(i)]
+    shown = api.answer("episode", {**WHO, "i": i})
     assert (shown["uid"], shown["task"], shown["reward"]["value"]) == (
         trajectory.uid, trajectory.task_id, trajectory.reward.value,
     )  # fmt: skip
@@ -43,7 +44,10 @@ def test_an_episode_is_what_was_trained_token_by_token(api, run):
     assert joined["mask"] == trajectory.loss_mask[sampled].tolist()
     assert joined["mixed"] == trajectory.context_mixed[sampled].tolist()
     np.testing.assert_allclose(joined["logprobs"], trajectory.logprobs[sampled], atol=1e-4)
-    assert [m["i"] for m in shown["members"]] == [4, 5, 6, 7] and shown["consumed_by"] == 4
+    first = int(i) // 4 * 4
+    assert [m["i"] for m in shown["members"]] == list(range(first, first + 4)) and shown[
+        "consumed_by"
+    ] == 4
 
 
 def test_advantages_are_of_the_episode_that_is_shown(api):
@@ -51,7 +55,11 @@ def test_advantages_are_of_the_episode_that_is_shown(api):
     rewards = np.array([one["reward"]["value"] for one in found], np.float32)
     want = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     for one, advantage in zip(found, want):
-        own = [a for turn in one["turns"] for a in turn["tokens"]["advantages"]]
+        tokens = [turn["tokens"] for turn in one["turns"]]
+        assert [a is not None for t in tokens for a in t["advantages"]] == [
+            m for t in tokens for m in t["mask"]
+        ]
+        own = [a for t in tokens for a in t["advantages"] if a is not None]
         assert own and own == pytest.approx([advantage] * len(own), abs=1e-3)
 
 
@@ -89,6 +97,19 @@ def test_columns_come_newest_first_in_bounded_pieces(api, run, monkeypatch):
     one = api.answer("columns", {"split": "train", "first": "3", "last": "3"})
     assert set(column(one, "step").tolist()) == {3} and one["tags"] == ["maze", "sums"]
     assert [one["tags"][k] for k in column(one, "tag")][:8] == ["maze"] * 4 + ["sums"] * 4
+
+
+def test_tags_of_a_step_are_its_own_and_columns_have_them_under_one_number(copy):
+    path = copy / "rollouts" / "step_5" / "train" / "index.npz"
+    index = dict(np.load(path))
+    index["tags"] = np.array(["aaa", *index["tags"]])
+    index["tag"] = index["tag"] + 1
+    np.savez(path, **index)
+    piece = Api(copy, resolve).answer("columns", {"split": "train"})
+    tags = np.array(piece["tags"])[column(piece, "tag")]
+    steps = column(piece, "step")
+    for step in (4, 5, 6):
+        assert tags[steps == step].tolist() == (["maze"] * 4 + ["sums"] * 4) * 2
 
 
 def test_names_are_read_without_the_rest_of_the_line(api):
