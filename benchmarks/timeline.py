@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.report import LIBRARIES, ran
 from rl_jax.metrics import read_metrics
 from rl_jax.timeline import Traces
 from rl_jax.tools.goodput import goodput_of
@@ -145,7 +146,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    found: dict = {"cost": cost()}
+    command = f"python -m benchmarks.timeline --steps {asked.steps} --pairs {asked.pairs}"
+    found: dict = {**ran(LIBRARIES), "command": command, "cost": cost()}
     print(found["cost"], flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -170,7 +172,6 @@ def main() -> None:
         if asked.pairs:
             found["overhead"] = overhead(folder, asked.steps, asked.pairs)
             print(json.dumps(found["overhead"]), flush=True)
-    found["command"] = f"python -m benchmarks.timeline --steps {asked.steps} --pairs {asked.pairs}"
     if asked.json is not None:
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="ascii")
 

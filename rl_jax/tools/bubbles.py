@@ -169,14 +169,12 @@ class Grid:
         )
         self._of_server = self._sums(_shares(going_on, doing))
 
-    def causes(self, interval: Interval, is_server: bool) -> dict[str, float]:
-        """Seconds by cause; those above 0, which add up to the interval's."""
+    def causes(self, gaps: Sequence[Interval], is_server: bool) -> list[dict[str, float]]:
+        """Seconds by cause of each; those above 0, which add up to the gap's."""
         sums = self._of_server if is_server else self._of_train
-        at = np.array(interval)
-        found = {
-            c: float(np.diff(np.interp(at, self.times, total))[0]) for c, total in sums.items()
-        }
-        return {cause: seconds for cause, seconds in found.items() if seconds > 0}
+        at = np.array(gaps, float).reshape(-1, 2)
+        found = {c: np.diff(np.interp(at, self.times, total))[:, 0] for c, total in sums.items()}
+        return [{c: float(s[i]) for c, s in found.items() if s[i] > 0} for i in range(len(at))]
 
     def _level(self, spans: Sequence[Span], weights: Sequence[float] | None = None) -> np.ndarray:
         """f64[cells]: the sum of the weights of the spans that cover it."""
@@ -275,8 +273,7 @@ def account(unit: Unit, grid: Grid) -> Unit:
     by_cause = {cause: length(intervals) for cause, intervals in own.items()}
     unit.bubbles = []
     found = [(gap, {cause: 1.0}) for cause, gaps_of in own.items() for gap in gaps_of]
-    for gap in left:
-        seconds = grid.causes(gap, unit.is_server)
+    for gap, seconds in zip(left, grid.causes(left, unit.is_server), strict=True):
         for cause, spent in seconds.items():
             by_cause[cause] = by_cause.get(cause, 0.0) + spent
         total = sum(seconds.values())
