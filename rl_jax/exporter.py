@@ -123,9 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 text = self._own.source()
-            except (
-                Exception
-            ):  # the boundary to the scraper: told without its inside, logged with it
+            except Exception:  # the boundary to the scraper
                 LOG.warning(
                     "the metrics could not be told", exc_info=True, extra={"kind": "metrics"}
                 )

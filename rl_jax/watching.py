@@ -139,9 +139,8 @@ class Watch:
         """As of MetricsWriter."""
         self.feeds.metrics(step, values)
         with self._lock:
-            if (
-                STEP in values
-            ):  # what it lacks was not measured, and an old value would be told for good
+            # What a step's row lacks was not measured: its old value would be told for good.
+            if STEP in values:
                 self._row, self._step, self._row_s = values, step, time.monotonic()
             else:
                 self._others.update(values)

@@ -58,9 +58,8 @@ class Facts:
     gpu_users: tuple[tuple[int, int], ...] = ()  # (process, MiB) on any of them
     cores: int = 8
     memory_bytes: int = 32 * GB  # that can be had now, cgroup included
-    disk: Mapping[str, tuple[str, int, bool]] = field(
-        default_factory=dict
-    )  # what -> (path, free, may write)
+    # what -> (path, free bytes, whether it may be written)
+    disk: Mapping[str, tuple[str, int, bool]] = field(default_factory=dict)
     shm_bytes: int | None = 8 * GB  # None: there is none
     open_files: tuple[int, int] = (65_536, 65_536)  # soft and hard limit
     ports_taken: tuple[int, ...] = ()  # of PORTS

@@ -22,6 +22,7 @@ EXTRAS = {
     "uvicorn": "tools.reward_server: scorers as a service",
     "ray": "cluster.backend=ray",
     "rich": "--progress=rich",
+    "notebook": "plots and executed notebooks",
     "tensorboard": "metrics.trackers=tensorboard",
     "wandb": "metrics.trackers=wandb",
     "mlflow": "metrics.trackers=mlflow",

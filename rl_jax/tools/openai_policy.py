@@ -35,10 +35,8 @@ class OpenAIPolicy:
         try:
             await self._doorbell.call("GET", "/models")
         except HttpError as error:
-            if error.kind != "status" or error.status in (
-                401,
-                403,
-            ):  # it may have no list of models
+            # It may have no list of models, and be there all the same.
+            if error.kind != "status" or error.status in (401, 403):
                 raise PolicyError(error.detail) from None
 
     async def act(self, number: int, task: Task, seen: StepResult) -> Action:

@@ -138,6 +138,10 @@ def test_a_text_is_valid_and_at_most_as_long_as_asked(text):
         assert found.endswith(" bytes more]")
 
 
+def test_what_is_no_text_is_marked_where_it_stood():
+    assert cut("a\ud800b", 100) == "a?b"
+
+
 def test_a_long_episode_is_rendered_only_as_far_as_its_text_can_reach():
     seen = []
     sample = sample_of(fake_trajectory(length=90), lambda t: seen.append(len(t)) or "a" * 500, 64)

@@ -32,9 +32,10 @@ def info(tmp_path, attempt=0, resume_step=0):
 
 def test_names_with_one_slash_stay_and_none_begins_another():
     names = FlatNames()
-    given = ["a/b", "a/b/c", "a", "a.b", "a/b.c", "reward/part.pkg:attr", "x/", "/y", "a/b.c"]
+    given = ["a/b", "a/b/c", "a/b_c", "a", "a.b", "a/b.c", "reward/part.pkg:attr", "x/", "/y"]
+    given += ["a/b.c"]  # again
     flat = [names.of(name) for name in given]
-    assert flat[0] == "a/b" and flat[-1] == flat[4]
+    assert flat[0] == "a/b" and flat[-1] == flat[5]
     distinct = flat[:-1]
     assert len(set(distinct)) == len(distinct)
     assert all(name.count("/") == 1 and all(name.split("/")) for name in distinct)
