@@ -24,7 +24,7 @@ MAX_STEPS = 200  # of whose tool calls it holds the counts
 
 
 def write(api: Api, path: Path, max_bytes: int) -> tuple[int, str]:
-    """(bytes written, what is left out or ""). Raises ValueError: fewer than MIN_BYTES allowed; OSError."""
+    """(bytes written, what is left out or ""). Raises ValueError: too few allowed for what is always there; OSError."""
     if max_bytes < MIN_BYTES:
         raise ValueError(
             f"--export_mb={max_bytes / 1e6:g} is below {MIN_BYTES / 1e6:g}, which curves and lists take"
@@ -59,20 +59,18 @@ def page(data: bytes) -> bytes:
         " base-uri 'none'; form-action 'none'"
     )
     kept.insert(4, f'<meta http-equiv="Content-Security-Policy" content="{policy}">')
-    for sign, escape in ((b"<", b"\\u003c"), (b">", b"\\u003e"), (b"&", b"\\u0026")):
-        data = data.replace(sign, escape)
     return b"".join(
         [
             "\n".join(kept).encode(), b"\n<style>", style.encode(), b"</style>\n</head>",
             body.replace("</body>", "").replace("</html>", "").encode(),
-            b'<script type="application/json" id="export">', data, b"</script>\n<script>", script.encode(),
+            b'<script type="application/json" id="export">', _escaped(data), b"</script>\n<script>", script.encode(),
             b"</script>\n</body>\n</html>\n",
         ]
     )  # fmt: skip
 
 
 def collect(api: Api, max_bytes: int) -> tuple[dict[str, Any], str]:
-    """What the page's questions are answered from, and what is left out."""
+    """What the page's questions are answered from, and what is left out. Raises ValueError as write()."""
     metrics = api.answer("metrics", {})
     failures = api.answer("failures", {})
     names = [series["name"] for family in metrics for series in family["series"]]
@@ -91,6 +89,11 @@ def collect(api: Api, max_bytes: int) -> tuple[dict[str, Any], str]:
         beyond |= piece["next"] is not None
         data["columns"][split] = {**piece, "next": None}
     room = max_bytes - len(page(to_json(data)))
+    if room < 0:
+        needed = (max_bytes - room) / 1e6
+        raise ValueError(
+            f"--export_mb={max_bytes / 1e6:g} is too small: curves, lists and failures alone take {needed:.1f} MB"
+        )
     steps = sorted(api.samples.steps(), reverse=True)
     oldest, num = _fill(api, data, steps, room)
     first = f"steps {oldest} to {steps[0]}" if steps and num else "no step"
@@ -121,7 +124,7 @@ def _fill(api: Api, data: dict[str, Any], steps: list[int], room: int) -> tuple[
                     continue  # the page says of it that it is not in the file
             if index and count < MAX_STEPS:
                 tools[f"{step}/{split}"] = api.answer("tools", {"step": str(step), "split": split})
-        room -= sum(len(to_json(part)) for part in (episodes, names, tools))
+        room -= sum(len(_escaped(to_json(part))) for part in (episodes, names, tools))
         if room < 0:
             break
         data["episodes"].update(episodes)
@@ -129,6 +132,13 @@ def _fill(api: Api, data: dict[str, Any], steps: list[int], room: int) -> tuple[
         data["tools"].update(tools)
         oldest, num = step, num + len(episodes)
     return oldest, num
+
+
+def _escaped(data: bytes) -> bytes:
+    """JSON in which nothing ends the element that holds it."""
+    for sign, escape in ((b"<", b"\\u003c"), (b">", b"\\u003e"), (b"&", b"\\u0026")):
+        data = data.replace(sign, escape)
+    return data
 
 
 def _hash(text: str) -> str:

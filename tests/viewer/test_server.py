@@ -309,3 +309,6 @@ def test_an_export_holds_the_newest_steps_that_have_room_and_says_which(
     assert size <= 0.6 * whole and held == set(range(min(held), 13)) and min(held) > 1
     assert f"left out: episodes of steps before {min(held)}" in capsys.readouterr().out
     assert data["holds"].endswith(f"episodes of steps {min(held)} to 12")
+    assert view.main([str(run), "--export", str(tmp_path / "c.html"), "--export_mb=0.06"]) == 2
+    assert "is too small: curves, lists and failures alone take 0." in capsys.readouterr().err
+    assert not (tmp_path / "c.html").exists()
