@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -144,6 +145,7 @@ def main() -> None:
         json.dumps(
             {
                 **ran(("numpy",)),
+                "command": shlex.join(["python", "-m", "benchmarks.viewer", *sys.argv[1:]]),
                 "cpus": os.cpu_count(),
                 "load_before": load,
                 "visits": visits,

@@ -54,7 +54,8 @@ def next_commands(path: Path, mode: str, version: int, settings: Settings) -> li
         return [replay, f"{go_on} --mode=rollout_only"]
     if mode == "train_only":
         return [evaluate, f"{fork} --config.rollout.replay_dir= --resume={path}   # RL from it"]
-    lines = [go_on] if mode == "eval" else [evaluate, go_on]
+    view = f"  {python()} -m rl_jax.tools.view {path}   # its curves, episodes and tokens, in a browser"
+    lines = [view, go_on] if mode == "eval" else [view, evaluate, go_on]
     if settings.rollout.max_staleness:
         return [*lines, f"{fork} --config.rollout.max_staleness=0   # the same loop, synchronous"]
     return [*lines, f"{fork} --config.rollout.max_staleness=1   # the same loop, asynchronous"]

@@ -31,6 +31,7 @@ from rl_jax.rollout.traces import read_groups, read_traces
 from rl_jax.settings import RolloutSettings, Settings, WeightSettings
 from rl_jax.testing.envs import EvenEnv
 from rl_jax.tokens import ByteTokenizer, ChatRenderer
+from rl_jax.tools import view
 from rl_jax.types import Group, Outcome, Reward, SlotSampling, SyncResult, Trajectory
 from tests.timeline_checks import check_chrome, check_timeline, exported
 
@@ -236,7 +237,7 @@ def test_the_ledger_accounts_for_every_episode(one_device):
     assert not summary["episodes"]["RUNNING"]
 
 
-def test_a_person_reads_figures_an_episode_and_three_commands_that_work(one_device):
+def test_a_person_reads_figures_an_episode_and_four_commands_that_work(one_device):
     settings = parse([CONFIG, FOUR]).settings
     summary = json.loads((one_device / "summary.json").read_text())
     where = SimpleNamespace(path=one_device)
@@ -250,8 +251,11 @@ def test_a_person_reads_figures_an_episode_and_three_commands_that_work(one_devi
     )
     assert lines[sample + 1].startswith("  turn 0  '") and any("even " in x for x in lines[sample:])
     commands = lines[lines.index("next:") + 1 :]
-    assert len(commands) == 3
-    for command, mode, staleness in zip(commands, ("eval", "train", "train"), (0, 0, 1)):
+    assert len(commands) == 4
+    words = shlex.split(commands[0], comments=True)
+    assert words[1:] == ["-m", "rl_jax.tools.view", str(one_device)]
+    assert view.main([*words[3:], "--text"]) == 0
+    for command, mode, staleness in zip(commands[1:], ("eval", "train", "train"), (0, 0, 1)):
         words = shlex.split(command, comments=True)
         assert words[1:3] == ["-m", "rl_jax.launch"]
         parsed = parse(words[3:])

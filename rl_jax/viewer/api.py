@@ -188,9 +188,17 @@ def number(asked: Asked, name: str, default: int | None, low: int, high: int = 1
 
 def to_json(value: Any) -> bytes:
     """ASCII, with every NaN as null."""
-    return json.dumps(
-        _finite(value), ensure_ascii=True, allow_nan=False, separators=(",", ":")
-    ).encode("ascii")
+    try:  # nearly always plain already, and a walk over it costs more than all else
+        return _dumped(value)
+    except (ValueError, TypeError):
+        return _dumped(_finite(value))
+
+
+def _dumped(value: Any) -> bytes:
+    """Raises ValueError or TypeError for what is not plain."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode(
+        "ascii"
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -26,6 +26,7 @@ class Texts:
         self.fault = ""  # why there is no tokenizer
         self._tokenizer: Any = None
         self._parser: Any = None
+        self._texts: dict[int, str] = {}  # of tokens alone; at most a vocabulary
         name = at(config, "model.tokenizer") or at(config, "model.source") or ""
         try:
             if not isinstance(name, str) or not name:
@@ -47,11 +48,22 @@ class Texts:
         """One text a token; "" for a part of a character. Numbers in brackets without a tokenizer."""
         if self._tokenizer is None:
             return [f"[{token}]" for token in tokens]
+        tokens = tokens[:MAX_PIECES]
         try:
-            return pieces(self._tokenizer.decode, tokens[:MAX_PIECES])
+            alone = [self._alone(token) for token in tokens]
+            if "".join(alone) == self._tokenizer.decode(
+                tokens
+            ):  # no character is of several tokens
+                return alone
+            return pieces(self._tokenizer.decode, tokens)
         except Exception as error:  # boundary: ids that no tokenizer has, a tokenizer of a plugin
             self.fault = self.fault or f"{type(error).__name__}: {str(error)[:200]}"
             return [f"[{token}]" for token in tokens]
+
+    def _alone(self, token: int) -> str:
+        if (text := self._texts.get(token)) is None:
+            text = self._texts[token] = self._tokenizer.decode([token])
+        return text
 
     def calls(self, text: str) -> list[dict[str, Any]]:
         """Calls that the run's parser reads in a turn: name and arguments; or one with an error."""
