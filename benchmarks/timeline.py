@@ -7,7 +7,10 @@
 2. sums      the quickstart's parts without its warm start, synchronous and with max_staleness=1: the seconds of each
              unit, busy and by cause, of steps 2 to the last, against the wall clock of their rows in metrics.jsonl; and
              goodput's factors of each pool.
-3. overhead  the same job with the timeline and without, in turns: CPU seconds of the whole run (user and system, all
+3. inside    one more run, synchronous, in which all calls of the timeline are timed by their threads' CPU time: what
+             adds spans, what finds out about blocks and chunks, what writes. Of the process's CPU seconds; an upper
+             bound, as the timing itself counts and calls within calls count twice.
+4. overhead  the same job with the timeline and without, in turns: CPU seconds of the whole run (user and system, all
              its processes), which other load on the machine changes little, and median seconds of a step, which it
              changes much. Predicted: the spans of a step times their cost, of the CPU seconds of a step.
 """
@@ -20,11 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.report import LIBRARIES, ran
 from rl_jax.metrics import read_metrics
 from rl_jax.timeline import Traces
 from rl_jax.tools.goodput import goodput_of
@@ -87,6 +91,40 @@ def job(run: Path, steps: int, *words: str) -> tuple[float, float]:
     return time.monotonic() - start, cpu_s
 
 
+def inside(run: Path, steps: int) -> dict[str, float]:
+    """In this process, which can run no other job after it."""
+    from rl_jax import backend, launch, timeline
+
+    backend.avoid_broken_fusions()
+    backend.simulate_cpu_devices(8)  # before anything imports jax
+    from rl_jax.serve import decode_server, prefill_server
+
+    spent: Counter[str] = Counter()
+
+    def timed(name: str, function: Callable) -> Callable:
+        def call(*args, **more):
+            start = time.thread_time()
+            try:
+                return function(*args, **more)
+            finally:
+                spent[name] += time.thread_time() - start
+                spent[f"{name}_calls"] += 1
+
+        return call
+
+    timeline.Track.add = timed("add", timeline.Track.add)
+    timeline.Timeline._flush = timed("write", timeline.Timeline._flush)
+    for module in (decode_server, prefill_server):
+        for name in ("tell_block", "tell_chunk"):
+            if hasattr(module, name):
+                setattr(module, name, timed("tell", getattr(module, name)))
+    if launch.main([f"--run_dir={run}", *JOB, SYNC, f"--config.steps={steps}"]) != 0:
+        raise RuntimeError("the run failed")
+    cpu_s = time.process_time()
+    parts = ("add", "write", "tell")
+    return {**spent, "process_cpu_s": cpu_s, "of_cpu": sum(spent[p] for p in parts) / cpu_s}
+
+
 def sums(run: Path, steps: int, process_s: float) -> dict:
     """Steps 2 to the last against metrics.jsonl, the whole against summary.json and the process."""
     attempts, rows = read_attempts(run), read_metrics(run)
@@ -145,7 +183,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--inside", type=Path, help="only part 3, into this run directory")
     asked = parser.parse_args()
+    if asked.inside is not None:
+        print(json.dumps(inside(asked.inside, asked.steps)))
+        return
+    from benchmarks.report import LIBRARIES, ran  # imports jax
+
     command = f"python -m benchmarks.timeline --steps {asked.steps} --pairs {asked.pairs}"
     found: dict = {**ran(LIBRARIES), "command": command, "cost": cost()}
     print(found["cost"], flush=True)
@@ -169,6 +213,12 @@ def main() -> None:
         }
         found["predicted"] = predicted
         print(json.dumps(predicted), flush=True)
+        command = [sys.executable, "-m", "benchmarks.timeline", f"--steps={asked.steps}"]
+        done = subprocess.run(
+            [*command, f"--inside={folder / 'inside'}"], capture_output=True, text=True, check=True
+        )
+        found["inside"] = json.loads(done.stdout.splitlines()[-1])
+        print(json.dumps(found["inside"]), flush=True)
         if asked.pairs:
             found["overhead"] = overhead(folder, asked.steps, asked.pairs)
             print(json.dumps(found["overhead"]), flush=True)
