@@ -105,7 +105,9 @@ def test_an_interrupt_while_it_waits_keeps_the_state_and_the_next_call_goes_on(l
         seen.append(step)
         if len(seen) == 1:
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            until = time.monotonic() + 20
             while not given["should_stop"]():
+                assert time.monotonic() < until, "nobody says that it shall stop"
                 time.sleep(0.01)
             raise Interrupted
         return take(step, **given)
