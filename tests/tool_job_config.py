@@ -12,8 +12,8 @@ def get_config() -> ConfigDict:
     config = job_config.get_config()
     config.steps = 1
     config.model.update(embed_size=48, head_dim=12, mlp_size=96)
-    config.engine.update(slots=8, context=512, chunk_sizes=(64, 256))
-    config.learner.update(row_tokens=512, microbatch_rows=4)
+    config.engine.update(slots=8, context=384, chunk_sizes=(64, 256))
+    config.learner.update(row_tokens=384, microbatch_rows=4)
     config.rollout.update(max_new_tokens=120, temperature=0.5, max_turns=3)
     config.eval.update(episodes=4, temperature=0.0)
     config.warm_start.update(steps=60, batch_episodes=8, learning_rate=1e-2)
