@@ -6,7 +6,7 @@
 The viewer is the program itself, in a process of its own; the browser is a headless Chromium (playwright), which is
 running before anything is timed, as a person's is. Times are of one visit, the median of --visits, each with a fresh
 viewer process. `opens_s` counts from the command line to the first view with its curves. Figures go to
-benchmarks/results/viewer.json. Files are in the page cache, as they were just written.
+benchmarks/results/viewer.json, behind those of earlier runs. Files are in the page cache, as they were just written.
 
 Prediction, before the first run: the command's own start 0.6 s (numpy and tokenizers), the first view 0.4 s after it,
 the histogram over all steps 1.5 s after its tab is clicked, an episode 0.1 s, 150 MB of memory.
@@ -141,20 +141,15 @@ def main() -> None:
         row["export_mb"] = round(exported.stat().st_size / 1e6, 2)
         row["run_mb"] = round(sum(f.stat().st_size for f in run.rglob("*") if f.is_file()) / 1e6)
         row["steps"] = len(list((run / "rollouts").iterdir()))
-    OUT.write_text(
-        json.dumps(
-            {
-                **ran(("numpy",)),
-                "command": shlex.join(["python", "-m", "benchmarks.viewer", *sys.argv[1:]]),
-                "cpus": os.cpu_count(),
-                "load_before": load,
-                "visits": visits,
-                "median": row,
-            },
-            indent=1,
-        )
-        + "\n"
+    runs = json.loads(OUT.read_text())["runs"] if OUT.exists() else []
+    head = {
+        **ran(("numpy",)),
+        "command": shlex.join(["python", "-m", "benchmarks.viewer", *sys.argv[1:]]),
+    }
+    runs.append(
+        {**head, "cpus": os.cpu_count(), "load_before": load, "visits": visits, "median": row}
     )
+    OUT.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     print(json.dumps(row, indent=1))
 
 
