@@ -237,7 +237,7 @@ def _list(seen):
     seen.look("episodes")
     box = page.locator(".histogram svg").bounding_box()
     page.mouse.click(box["x"] + box["width"] - 3, box["y"] + 40)
-    page.locator("tr.row").first.wait_for()
+    page.locator(".bin:not(.in)").first.wait_for()
     assert "lo=0.975" in page.url and "hi=1" in page.url
     assert {text.strip() for text in page.locator("tr.row .reward").all_text_contents()} == {"1"}
     page.mouse.click(box["x"] + 3, box["y"] + 40)
@@ -273,6 +273,7 @@ def _rest(seen):
     assert page.locator(".events li").count() == 11
     page.select_option("select[aria-label=kind]", "alarm")
     page.locator(".events li", has_text="saved").first.wait_for(state="detached")
+    page.locator(".events li").first.wait_for()
     assert page.locator(".events li").count() == 1
     page.select_option("select[aria-label=kind]", "")
     page.locator(".events li").nth(10).wait_for()
