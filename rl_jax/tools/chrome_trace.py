@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rl_jax.tools.bubbles import Bubble, Interval
+from rl_jax.tools.bubbles import LEAST_S, Bubble, Interval, subtract, union
 from rl_jax.tools.trace_files import Attempt, Episode, Span
 
 # Processes of the picture, in order: group of spans -> title.
@@ -107,15 +107,23 @@ def _name(span: Span) -> str:
 def _bubbles(attempt: Attempt, bubbles: Iterable[Bubble]) -> Iterator[Slice]:
     group = {s.row: s.group for s in attempt.spans if s.group in ("prefill", "decode")}
     rows = [s.row for s in attempt.of("train")]
+    own: dict[str, list[Interval]] = {}
+    for s in attempt.spans:
+        if s.group in ("prefill", "decode") and s.kind in ("compile", "swap"):
+            own.setdefault(s.row, []).append((s.start_s, s.end_s))
     for bubble in bubbles:
-        if bubble.unit in group and bubble.cause in ("compile", "sync") and len(bubble.shares) == 1:
-            continue  # the server's own slice says so
+        gaps = [(bubble.start_s, bubble.end_s)]
+        if bubble.cause in ("compile", "sync") and len(bubble.shares) == 1:
+            # There the server's own slice says so. A learner on its devices compiles beside it, too.
+            gaps = subtract(gaps, union(own.get(bubble.unit, ())))
         row = bubble.unit if bubble.unit in group else (rows or ["learner"])[0]
+        name = f"waits for: {bubble.cause}"
         shares = {cause: round(share, 4) for cause, share in bubble.shares.items()}
-        yield Slice(
-            group.get(bubble.unit, "train"), row, f"waits for: {bubble.cause}", "bubble",
-            bubble.start_s, bubble.end_s, shares,
-        )  # fmt: skip
+        for start, end in gaps:
+            if end - start >= LEAST_S:
+                yield Slice(
+                    group.get(bubble.unit, "train"), row, name, "bubble", start, end, shares
+                )
 
 
 def _episodes(episodes: Iterable[Episode]) -> Iterator[Slice]:

@@ -351,6 +351,28 @@ def test_bubbles_are_slices_with_the_name_of_what_was_waited_for():
     assert told["the save of version 1"] == 1 and told["step 1"] == 1
 
 
+def test_what_a_learner_compiles_on_a_servers_devices_is_painted_and_nothing_twice():
+    attempt = attempt_of(
+        lap("batch", 0.0, 8.0),
+        ("decode/all.0", "compile", 0.0, 1.0),
+        ("decode/all.0", "wait", 1.0, 7.0),
+        update(1.5, 6.0),
+        ("compile/MainThread", "compile", 2.0, 5.0),
+        ("decode/all.0", "swap", 7.0, 8.0),
+        all=pool(servers=["all.0"], trains=True),
+    )
+    window = (attempt.start_s, attempt.end_s)
+    (unit,) = units_of(attempt, window)
+    slices, _ = check_chrome(
+        chrome_trace(attempt, window, account(unit, Grid(attempt, window)).bubbles, [])
+    )
+    seconds = {}
+    for one in (one for many in slices.values() for one in many):
+        seconds.setdefault(one["name"], []).append((one["ts"] / 1e6, one["dur"] / 1e6))
+    assert seconds["waits for: compile"] == [(2.0, 3.0)]
+    assert "waits for: sync" not in seconds
+
+
 @pytest.mark.parametrize("word", ["3", "0:2", "5:3", "a:b", "1:2:3", "-1:2", "1:9999999999"])
 def test_range_that_is_none_is_told_in_one_line(word, capsys, tmp_path):
     with pytest.raises(SystemExit):
