@@ -325,7 +325,9 @@ def readme_tree() -> dict[str, str]:
         names, _, purpose = line.strip().partition("  ")
         parents = parents[:depth]
         for name in names.split():
-            out["".join(parents) + name] = purpose.strip()
+            path = "".join(parents) + name
+            assert path not in out, f"{path} stands twice in the README's tree"
+            out[path] = purpose.strip()
         parents.append(names.split()[0])
     return out
 
