@@ -146,10 +146,13 @@ class Steering:
                 self._answer(command, step, why=f"it is paused already, by {self._paused_by.who}")
             else:
                 self._paused_by = command
+                self._recorder.status("paused", step=step)  # before the answer, which is a promise
                 self._answer(command, step)
         elif verb == "resume":
             why = "" if self._paused_by is not None else "it is not paused"
             self._paused_by = None
+            if not why:
+                self._recorder.status("running", step=step)
             self._answer(command, step, why=why)
         elif verb == "save":
             driver.save()

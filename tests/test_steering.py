@@ -137,8 +137,9 @@ class Script:
 
     def __init__(self, *polls, settings=Settings(), mode="train", on_sleep=lambda: None):
         self.polls, self.now, self.events, self.states = list(polls), 0.0, [], []
+        self.told = []  # verb, and what STATUS.json said when it was answered
         recorder = SimpleNamespace(
-            event=lambda kind, **fields: self.events.append({"kind": kind, **fields}),
+            event=self.event,
             status=lambda state, **fields: self.states.append(state),
             doing=lambda what, status=None: nullcontext(),
             progress=SimpleNamespace(note=lambda text, **fields: None),
@@ -151,6 +152,10 @@ class Script:
 
     def poll(self):
         return self.polls.pop(0) if self.polls else []
+
+    def event(self, kind, **fields):
+        self.events.append({"kind": kind, **fields})
+        self.told.append((fields["verb"], self.states[-1] if self.states else "running"))
 
     def sleep(self, seconds):
         self.now += seconds
@@ -173,6 +178,12 @@ def test_a_pause_holds_until_it_is_resumed_and_saves_meanwhile():
     assert script.answers == [("pause", "done"), ("save", "done"), ("resume", "done")]
     assert driver.saves == 1 and 1.0 <= script.steering.paused_s < 3.0
     assert script.states[0] == "paused" and script.states[-1] == "running"
+
+
+def test_the_status_says_what_was_asked_for_before_the_answer_does():
+    script = Script([asked("pause"), asked("resume")], [], [])
+    assert script.steering.between(FakeDriver(), 4) and script.steering.paused_s == 0
+    assert script.told == [("pause", "paused"), ("resume", "running")]
 
 
 def test_a_signal_or_a_stop_ends_a_pause():
