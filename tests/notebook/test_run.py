@@ -20,6 +20,7 @@ from rl_jax.notebook.run import RunClosed
 from rl_jax.resume import RunDirError, checkpoint_steps
 from rl_jax.rollout.buffer import Interrupted
 from rl_jax.rollout.traces import read_groups
+from rl_jax.tools import steer
 
 pytestmark = pytest.mark.slow(seconds=15)
 
@@ -183,6 +184,47 @@ def test_it_took_the_steps_that_launch_takes(live, tmp_path):
     for call in (closed.step, closed.evaluate, closed.save, lambda: closed.chat("x")):
         with pytest.raises(RunClosed, match="the run is closed"):
             call()
+
+
+def test_a_cell_is_paused_interrupted_resumed_and_stopped_from_outside(tmp_path):
+    with rl_jax.run(CONFIG, run_dir=tmp_path / "run", steps=4000) as run:
+        say = lambda verb: steer.main([str(run.path), verb])
+
+        def beside(act):
+            """step() of this run with `act` on a thread beside it, which must be over soon; what act returned."""
+            found = []
+            thread = threading.Thread(target=lambda: found.append(act()))
+            thread.start()
+            try:
+                run.step(3000)
+            finally:
+                thread.join(60)
+                assert not thread.is_alive()
+                told.extend(found)
+
+        def pause():
+            code, state = say("pause"), status(run)
+            run.interrupt()
+            return code, state
+
+        def resume():
+            code, version = say("resume"), run.version
+            until = time.monotonic() + 60
+            while run.version < version + 2 and time.monotonic() < until:
+                time.sleep(0.01)
+            return code, run.version >= version + 2, say("stop")
+
+        told = []
+        with pytest.raises(KeyboardInterrupt, match="stopped before step .* the next call goes on"):
+            beside(pause)
+        assert told == [(0, "paused")] and status(run) == "running" and run.version < 3000
+        beside(resume)  # it is paused still
+        assert told[1:] == [(0, True, 0)]
+        assert status(run) == "done" and run.version in checkpoint_steps(run.path)
+        assert sum("time/paused_s" in row for row in run.metrics) == 1
+        with pytest.raises(ValueError, match=f"it is over at step {run.version} of steps=4000"):
+            run.step()
+    assert status(run) == "done"
 
 
 def test_what_is_wrong_is_raised_and_nothing_is_left_open(tmp_path):
