@@ -68,10 +68,12 @@ class Feed:
         except queue.Full:
             pass  # it hangs
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        with self._lock:
+            left = self.counts["put"] - self.counts["delivered"] - self.num_lost
         if self._thread.is_alive():
-            with self._lock:
-                left = self.counts["put"] - self.counts["delivered"] - self.num_lost
             self._count("dropped", "it did not end in time, and is left behind", left)
+        elif left:  # put while it was given up, behind what that counted
+            self._count("dropped", self._lost, left)
         if self.num_lost:
             self._tell(
                 f"tracker {self.name}: {self.num_lost} of {self.counts['put']} items were lost; metrics.jsonl has all",
@@ -90,7 +92,9 @@ class Feed:
             method, arguments = item
             try:
                 getattr(tracker, method)(*arguments())
-            except Exception as error:  # boundary: it must not end the run
+            except (
+                BaseException
+            ) as error:  # boundary: it must not end the run, nor this thread untold
                 LOG.info("tracker %s failed", self.name, exc_info=True)
                 self._count("failed", _line(error))
                 failures += 1
@@ -103,7 +107,7 @@ class Feed:
                     self.counts["delivered"] += 1
         try:
             tracker.close()
-        except Exception as error:  # boundary, as above
+        except BaseException as error:  # boundary, as above
             LOG.info("tracker %s failed to close", self.name, exc_info=True)
             self._count("failed", f"it failed to close: {_line(error)}", 0)
 

@@ -62,6 +62,46 @@ def test_one_that_raises_loses_items_is_given_up_and_told_once(calls):
     assert last[1] | {"put": 41, "tracker": "x"} == last[1]
 
 
+class Exits:
+    """What a package may raise that is no Exception."""
+
+    def log_metrics(self, step, values):
+        raise SystemExit("bye")
+
+    def close(self):
+        raise SystemExit("bye")
+
+
+def test_one_that_raises_what_is_no_exception_is_given_up_and_told_like_another():
+    told = Told()
+    feed = Feed("x", Exits, told)
+    for _ in range(MAX_FAILURES + 2):
+        feed.put("log_metrics", lambda: (1, {}))
+    wait_for(lambda: feed.num_lost == MAX_FAILURES + 2)
+    feed.close(time.monotonic() + 5)
+    assert feed.num_lost == MAX_FAILURES + 2 and "SystemExit: bye" in told[0][0]
+
+
+def test_what_is_put_while_one_is_given_up_is_counted_at_the_end(monkeypatch):
+    told = Told()
+    feed = Feed("x", Exits, told)
+    put = feed._queue.put_nowait
+
+    def late(item):  # was let in before it was given up, and comes after
+        feed._thread.join(10)
+        put(item)
+
+    for _ in range(MAX_FAILURES - 1):
+        feed.put("log_metrics", lambda: (1, {}))
+    go = threading.Event()
+    feed.put("log_metrics", lambda: go.wait(10) and (1, {}))
+    monkeypatch.setattr(feed._queue, "put_nowait", lambda item: (go.set(), late(item)))
+    feed.put("log_metrics", lambda: (1, {}))
+    assert feed.num_lost == MAX_FAILURES
+    feed.close(time.monotonic() + 5)
+    assert feed.num_lost == feed.counts["put"] == MAX_FAILURES + 1
+
+
 def test_one_that_hangs_costs_what_its_queue_cannot_hold_and_a_bounded_close(calls):
     told = Told()
     feed = feed_of(fakes.HangingTracker, told)
