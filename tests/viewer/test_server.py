@@ -40,6 +40,8 @@ def get(server, target, method="GET", **headers):
             method, target, skip_host="Host" in headers, skip_accept_encoding=True
         )
         for name, value in headers.items():
+            if value is None:
+                continue
             connection.putheader(name, value)
         connection.endheaders()
         answer = connection.getresponse()
@@ -81,6 +83,7 @@ def test_no_file_of_the_page_makes_elements_of_text():
         ({}, 200),
         ({"Host": "localhost:8787"}, 200),
         ({"Host": "[::1]:8787"}, 200),
+        ({"Host": None}, 403),  # none at all
         ({"Host": "evil.example"}, 403),
         ({"Host": "127.0.0.1.evil.example:80"}, 403),
         ({"Host": "127.0.0.1:1", "Origin": "http://evil.example"}, 403),
@@ -278,6 +281,9 @@ def test_an_exported_file_is_whole_and_nothing_in_it_breaks_out(hostile, tmp_pat
     found.feed(path.read_text(encoding="utf-8"))
     assert found.names.count("script") == 2 and found.names.count("img") == 0
     assert "default-src 'none'" in found.policy and found.policy.count("sha256-") == 2
+    assert not set(found.scripts[0]) & set(
+        "<>&"
+    )  # so it can neither end its element nor begin a comment
     data = json.loads(found.scripts[0])
     api = Api(hostile, resolve)
     for key, shown in data["episodes"].items():
