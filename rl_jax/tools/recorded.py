@@ -171,12 +171,14 @@ def _comparable(text: str) -> str:
 
 
 def _trained(ledger: Path, step: int) -> dict[tuple[str, int], str]:
-    """(uid, attempt) -> sha256 of what the ledger has as TRAINED at a step."""
-    return {
-        (r["uid"], r["attempt"]): r["sha256"]
-        for r in _lines(ledger)
-        if r["state"] == "TRAINED" and r["step"] == step
-    }
+    """(uid, attempt) -> sha256 of what the ledger has as TRAINED at a step, and no resume made void."""
+    out: dict[tuple[str, int], str] = {}
+    for r in _lines(ledger):
+        if r["state"] == "TRAINED" and r["step"] == step:
+            out[r["uid"], r["attempt"]] = r["sha256"]
+        elif r["state"] == "VOID" and r["step"] < step:  # a resume went on from there
+            out.clear()
+    return out
 
 
 def _check_sha256(

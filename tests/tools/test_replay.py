@@ -12,6 +12,7 @@ import pytest
 from rl_jax import launch
 from rl_jax.job import machine
 from rl_jax.learner.batch import pack
+from rl_jax.rollout.traces import TraceError
 from rl_jax.settings import AlgorithmSettings, LearnerSettings
 from rl_jax.testing.trajectories import fake_trajectory
 from rl_jax.tools import replay
@@ -177,6 +178,25 @@ def test_only_the_history_that_survives_is_read(run):
     assert recorded.attempts == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
     assert recorded.settings.steps == 5 and Recorded.read(run, 2).settings.steps == 3
     assert sorted(recorded.digests) == [0, 1, 2, 3, 4, 5]
+
+
+def test_what_a_resume_made_void_is_not_missed_in_the_traces(run, tmp_path):
+    """A run that was killed after step 5, and went on from step 4, has trained a step 5 twice."""
+    copy = copied(run, tmp_path)
+    ledger = copy / "ledger.jsonl"
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+    first = next(i for i, r in enumerate(lines) if r["state"] == "TRAINED" and r["step"] == 5)
+    lost = {**lines[first], "attempt": lines[first]["attempt"] + 1}
+    void = {"state": "VOID", "step": 4, "seq": 0}
+    groups = Recorded.read(copy, 5).groups(5)
+    for resumed in ([], [{**void, "step": 5}], [void]):
+        records = [*lines[:first], lost, *resumed, *lines[first:]]
+        ledger.write_text("".join(json.dumps(record) + "\n" for record in records))
+        if resumed == [void]:
+            assert len(Recorded.read(copy, 5).groups(5)) == len(groups)
+        else:
+            with pytest.raises(TraceError, match=f"lack {lost['uid']}#{lost['attempt']}"):
+                Recorded.read(copy, 5).groups(5)
 
 
 def test_guards_are_those_that_the_step_was_steered_to(run, tmp_path):
