@@ -30,7 +30,9 @@ def test_steps_of_the_range_are_profiled_once_and_no_other(calls, tmp_path):
     assert calls == []
     steps(profiler, 3)
     assert calls == [("start", str(tmp_path))]
-    steps(profiler, 4, 5)
+    steps(profiler, 4)
+    assert len(calls) == 2, "it ends with the last step that is asked for"
+    steps(profiler, 5)
     profiler.close()
     assert calls == [("start", str(tmp_path)), ("stop",)]
 
