@@ -334,9 +334,12 @@ def test_weights_without_numbers_fail_by_name(own_world):
     streamed = world.post("/v1/completions", {"prompt": "abc", "max_tokens": 4, "stream": True})
     assert streamed.status == 500 and "null" not in json.dumps(streamed.body["error"]["message"])
     assert world.get("/health_generate").status == 500  # whoever watches for progress sees it
+    told = world.get("/ready")  # whoever sends requests looks for another server
+    assert told.status == 503 and "version 1 gives logits that" in told.body["error"]["message"]
     told = 'rl_jax:request_errors_total{model_name="tiny",code="nonfinite_logits"} 3'
     assert told in world.get("/metrics").body
     publish(world.server, 2, 1)
+    assert world.get("/ready").body == {"status": "ready", "weight_version": 2}
     assert world.get("/health_generate").status == 200
     assert world.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}).status == 200
     assert world.api.num_choices == 0
