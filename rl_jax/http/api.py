@@ -159,10 +159,9 @@ class Api:
         except ApiError as error:
             self.metrics.rejects += error.status == 429
             await send_json(sent, error.status, error.body(), error.headers())
-        except Gone:
-            why = "slow_reader" if started else "disconnect"
-            self.metrics.ends[why] += 1
-            log.info("a client of %s went away (%s)", scope["path"], why)
+        except Gone as gone:
+            self.metrics.ends[gone.why] += 1
+            log.info("a client of %s went away (%s)", scope["path"], gone.why)
             if started and (abort := scope.get("state", {}).get("abort")) is not None:
                 abort()  # else what waits for it is kept until it takes that
         except Exception:  # the boundary to the client: told without its inside, logged with it

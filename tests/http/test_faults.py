@@ -193,7 +193,13 @@ def test_a_client_that_goes_while_it_generates_frees_slot_and_pages(world, strea
     sock = world.open("/v1/completions", {**LONG, "stream": stream})
     until(lambda: world.gauges()["running"] == 1, "a block")
     assert held_pages(world) > 0
+    if stream:
+        sock.recv(1)  # its answer has begun: what goes is no slow reader
+    ends = world.api.metrics.ends
+    before = ends["disconnect"], ends["slow_reader"]
     go(world, [sock], lambda: world.is_still() and not held_pages(world), "slot and pages")
+    until(lambda: ends.total() > sum(before), "the end to be counted")
+    assert (ends["disconnect"], ends["slow_reader"]) == (before[0] + 1, before[1])
 
 
 @pytest.mark.parametrize("stream", [False, True])
