@@ -58,7 +58,7 @@ def measure(settings, plan: MeshPlan, out: Path) -> None:
 
     model = build_model(settings.model, 264)
     meshes = build_meshes(plan)
-    cluster = InProcCluster(plan, meshes, model, settings)
+    cluster = InProcCluster(plan, meshes.servers, model, settings)
     learner = Learner(
         model, meshes.train, plan.train.rules, Grpo(settings.algorithm), settings.learner,
         max_rows=64, temperature=1.0, total_steps=1000,

@@ -11,7 +11,7 @@ Must not: decide when anything happens (driver), or move weights (weights).
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -204,17 +204,17 @@ class InProcCluster(Cluster):
     def __init__(
         self,
         plan: MeshPlan,
-        meshes: Meshes,
+        meshes: Mapping[str, Any],
         model: Model,
         settings: Settings,
         template_sha256: str = "",
         *,
         likely: int = 0,
     ):
-        """likely: as of build_server."""
+        """meshes: Meshes.servers. likely: as of build_server."""
         servers = [
             build_server(
-                server, meshes.servers[server.name], model, settings, template_sha256, likely=likely
+                server, meshes[server.name], model, settings, template_sha256, likely=likely
             )
             for server in plan.servers
         ]
@@ -359,7 +359,7 @@ def make_cluster(
 ) -> Cluster:
     """The cluster that settings.cluster.backend names."""
     if settings.cluster.backend == "inproc":
-        cluster = InProcCluster(plan, meshes, model, settings, template_sha256)
+        cluster = InProcCluster(plan, meshes.servers, model, settings, template_sha256)
         if others := learner_specs(plan, settings):
             cluster.starter = make_starter(settings.cluster, log_dir, others)
         return cluster

@@ -95,7 +95,7 @@ def programs(setting: Setting, model: Model) -> Iterator[Program]:
         yield from _warm_start(setting, model)
     if setting.mode != "train_only" and not setting.reads:
         with tracing("the servers' programs"):
-            cluster = InProcCluster(setting.plan, setting.meshes, model, setting.settings)
+            cluster = InProcCluster(setting.plan, setting.meshes.servers, model, setting.settings)
         yield from cluster.lower()
 
 

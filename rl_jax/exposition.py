@@ -91,7 +91,7 @@ class Histogram:
         for bound, count in zip((*self.bounds, "+Inf"), counts):
             total += count
             yield f'{name}_bucket{{{labels}{comma}le="{bound}"}} {total}'
-        yield f"{name}_sum{braces} {self.sum:g}"
+        yield f"{name}_sum{braces} {self.sum:.17g}"
         yield f"{name}_count{braces} {total}"
 
 

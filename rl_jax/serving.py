@@ -20,7 +20,7 @@ from rl_jax.http.app import build_app
 from rl_jax.http.asks import Served
 from rl_jax.http.limits import HttpLimits
 from rl_jax.http.server import Planes, make_server
-from rl_jax.mesh import MeshPlan, build_meshes
+from rl_jax.mesh import MeshPlan, server_meshes
 from rl_jax.models import hf
 from rl_jax.names import resolve
 from rl_jax.preflight import build_model, present_devices
@@ -49,7 +49,12 @@ class Service:
         self.model = build_model(settings, resolve, tokenizer.vocab_size)
         vocab_size = settings.model.vocab_size or tokenizer.vocab_size
         errors = plan.check(
-            settings.model, plan.num_devices, settings.learner, settings.engine, vocab_size
+            settings.model,
+            plan.num_devices,
+            settings.learner,
+            settings.engine,
+            vocab_size,
+            trains=False,
         )
         if len(renderer.stop_token_ids) > settings.engine.num_stop_tokens:
             num = len(renderer.stop_token_ids)
@@ -57,7 +62,7 @@ class Service:
         if errors:
             raise ConfigError(errors)
         hf.check_headers(settings.model.source, self.model)
-        meshes = build_meshes(plan, present_devices(plan))
+        meshes = server_meshes(plan, present_devices(plan))
         self.cluster = InProcCluster(
             plan, meshes, self.model, settings, renderer.template_sha256, likely=limits.logprobs
         )

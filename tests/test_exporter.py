@@ -119,6 +119,16 @@ def test_the_http_servers_names_are_of_the_same_table_or_its_own():
     assert "vllm:e2e_request_latency_seconds" in set(exposition.names_of(text))
 
 
+def test_what_counts_up_for_long_keeps_every_digit():
+    """A counter of six digits stands still between two scrapes, or leaps, once it has seven."""
+    metrics = HttpMetrics("m")
+    metrics.generation_tokens = 123_456_789
+    metrics.e2e.add(1_234_567.25)
+    found = parsed(metrics.text({}))
+    assert found[("vllm:generation_tokens_total", (("model_name", "m"),))] == 123_456_789
+    assert found[("vllm:e2e_request_latency_seconds_sum", (("model_name", "m"),))] == 1_234_567.25
+
+
 def fake_server(name="decode.0", fenced=None, **stats):
     counters = dict.fromkeys(COUNTERS, 0) | {f"finish_{r.value}": 0 for r in FinishReason}
     gauges = {"waiting": 2, "filling": 1, "running": 3, "pages": 10, "free_pages": 4}

@@ -239,6 +239,7 @@ class Admin:
         return {
             "paused": self._is_paused,
             "stopping": self._api.stopping,
+            "not_ready": self._api.why_not_ready(),
             "choices_under_way": self._api.num_choices,
             "requests": sorted(self._api.requests())[:1000],
             "servers": servers,

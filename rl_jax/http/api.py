@@ -26,7 +26,7 @@ from rl_jax.http.completion import (
     StreamingSampler,
     complete,
 )
-from rl_jax.http.errors import ApiError, bad
+from rl_jax.http.errors import NONFINITE, ApiError, bad
 from rl_jax.http.other_apis import JetstreamReply, SglangReply, TokensReply
 from rl_jax.http.prometheus import HttpMetrics
 from rl_jax.http.replies import ChatReply, Reply
@@ -134,6 +134,7 @@ class Api:
         self.sessions = Sessions(sampler, self.limits.sessions)
         self.created = int(time.time())
         self.stopping = ""  # why nothing new is taken
+        self.unhealthy: int | None = None  # the last version that gave logits that are not finite
         self.num_choices = 0  # under way
         self._most = slots + self.limits.queue
         self._slots, self._token = slots, token.encode("ascii")
@@ -158,10 +159,9 @@ class Api:
         except ApiError as error:
             self.metrics.rejects += error.status == 429
             await send_json(sent, error.status, error.body(), error.headers())
-        except Gone:
-            why = "slow_reader" if started else "disconnect"
-            self.metrics.ends[why] += 1
-            log.info("a client of %s went away (%s)", scope["path"], why)
+        except Gone as gone:
+            self.metrics.ends[gone.why] += 1
+            log.info("a client of %s went away (%s)", scope["path"], gone.why)
             if started and (abort := scope.get("state", {}).get("abort")) is not None:
                 abort()  # else what waits for it is kept until it takes that
         except Exception:  # the boundary to the client: told without its inside, logged with it
@@ -267,6 +267,8 @@ class Api:
                 yield event
         except ApiError as error:
             metrics.errors[error.code or str(error.status)] += 1
+            if error.code == NONFINITE:
+                self.unhealthy = self.sampler.version()
             raise
         finally:
             await events.aclose()
@@ -296,8 +298,15 @@ class Api:
 
     # --- the small ones -----------------------------------------------------------------------------
 
-    def is_ready(self) -> bool:
-        return not self.stopping and self.sampler.version() >= 0
+    def why_not_ready(self) -> str:
+        """ "" where it is. A version that once gave no finite logits stays unhealthy; a later one is healthy again."""
+        if self.stopping:
+            return self.stopping
+        if (version := self.sampler.version()) < 0:
+            return "no decode server has weights, or none is live"
+        if version == self.unhealthy:
+            return f"version {version} gives logits that are not finite; serve other weights"
+        return ""
 
     def gauges(self) -> dict[str, float]:
         """What is there now."""
@@ -312,7 +321,7 @@ class Api:
             "rl_jax:sessions": len(self.sessions),
             "rl_jax:weight_version": self.sampler.version(),
             "rl_jax:servers_live": sum(server.fenced is None for server in self.servers),
-            "rl_jax:ready": self.is_ready(),
+            "rl_jax:ready": not self.why_not_ready(),
         }
 
     def models(self) -> dict[str, Any]:
@@ -378,10 +387,9 @@ def telling(make: Callable[[Api], Any]) -> Handler:
 
 
 def ready(api: Api) -> tuple[int, Any]:
-    if api.is_ready():
-        return 200, {"status": "ready", "weight_version": api.sampler.version()}
-    why = api.stopping or "no decode server has weights, or none is live"
-    return 503, ApiError(503, why, None, "not_ready").body()
+    if why := api.why_not_ready():
+        return 503, ApiError(503, why, None, "not_ready").body()
+    return 200, {"status": "ready", "weight_version": api.sampler.version()}
 
 
 async def metrics(api: Api, scope: Scope, headers, receive: Receive, send: Send) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_jax.types import TurnError
 
+NONFINITE = "nonfinite_logits"
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -62,5 +63,5 @@ def of_turn(error: TurnError) -> ApiError:
     if error.kind == "deadline":
         return ApiError(408, said, None, "deadline_exceeded")
     if error.kind == "nan":
-        return ApiError(500, said, None, "nonfinite_logits")
+        return ApiError(500, said, None, NONFINITE)
     return ApiError(503, said, None, "engine_unavailable", 1)

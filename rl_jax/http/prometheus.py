@@ -31,7 +31,7 @@ class HttpMetrics:
 
         def tell(name: str, kind: str, rows: Iterable[tuple[str, Any]]) -> None:
             lines.append(f"# TYPE {name} {kind}")
-            lines.extend(f"{name}{{{labels}}} {value:g}" for labels, value in rows)
+            lines.extend(f"{name}{{{labels}}} {value:.17g}" for labels, value in rows)
 
         for name, value in gauges.items():
             tell(name, "gauge", [(self._labels, value)])

@@ -1,8 +1,9 @@
 """Said: the text of an assistant's turn as content and tool calls, the same whether it comes at once or in pieces.
 
-Invariants: content that was shown is never taken back; what may be a part of a call waits; before calls content
-has no white space at its end, and white space alone is none; a call that cannot be read, or made of the tools that are
-offered, is content with an error beside it, never a call.
+Invariants: content that was shown is never taken back; what may be a part of a call waits, and so does content behind
+a call, until it is known what the call is; before calls content has no white space at its end, and white space alone is
+none; a call that cannot be read, or made of the tools that are offered, is content with an error beside it, never a
+call: then content is all that was said.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ class Said:
         self._tools = tools
         self._stream = parser.stream() if tools else None
         self._raw = ""  # all of it
-        self._given = ""  # what the parser called content
+        self._given = ""  # what the parser called content before any call: what _raw begins with
+        self._behind = ""  # what it called content behind one
         self._blank = ""  # white space whose neighbours are not known to be content
         self.calls: tuple[ToolCall, ...] = ()
         self.error: str | None = None
@@ -44,15 +46,16 @@ class Said:
                 self.error = f"The tool call could not be made: {why}."
         if self.error is None:
             self.calls = left.calls
-        if self.calls:
-            return shown
         blank, self._blank = self._blank, ""
-        # Of a turn without calls all is content; behind what was shown, what was taken for calls.
-        rest = self._raw[len(self._given) :] if self._raw.startswith(self._given) else ""
-        return shown + blank + (rest if self.error is not None else "")
+        if self.calls:
+            return shown + (blank + self._behind).rstrip()
+        return shown + blank + self._raw[len(self._given) :]
 
     def _show(self, content: str) -> str:
         """Content without the white space at its end, which waits."""
+        if self._behind or not self._raw.startswith(self._given + content):
+            self._behind += content
+            return ""
         self._given += content
         text = self._blank + content
         kept = text.rstrip()

@@ -22,6 +22,7 @@ from rl_jax.mesh.build import (
     make_mesh,
     named_sharding,
     partition_spec,
+    server_meshes,
     shardings,
 )
 from rl_jax.mesh.plan import MeshPlan, ServerPlan, TrainPlan
@@ -57,5 +58,6 @@ __all__ = [
     "mesh_axes",
     "named_sharding",
     "partition_spec",
+    "server_meshes",
     "shardings",
 ]

@@ -30,11 +30,12 @@ def build_meshes(plan: MeshPlan, devices: Sequence[Any] | None = None) -> Meshes
         )
     train = make_mesh(plan.train.axes, [devices[i] for i in plan.train.devices])
     roles = {r.pool: make_mesh(r.axes, [devices[i] for i in r.devices]) for r in plan.roles}
-    return Meshes(
-        train=train,
-        servers={s.name: make_mesh(s.axes, [devices[i] for i in s.devices]) for s in plan.servers},
-        roles={"": train, **roles},
-    )
+    return Meshes(train=train, servers=server_meshes(plan, devices), roles={"": train, **roles})
+
+
+def server_meshes(plan: MeshPlan, devices: Sequence[Any]) -> "Mapping[str, jax.sharding.Mesh]":
+    """Meshes.servers alone, of a plan that passed `check` and may have nothing that trains."""
+    return {s.name: make_mesh(s.axes, [devices[i] for i in s.devices]) for s in plan.servers}
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> "jax.sharding.Mesh":

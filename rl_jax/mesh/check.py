@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 Sizes = Mapping[str, tuple[str, int]]  # logical axis -> (its setting, its size; 0 = unknown)
 
 
-def plan_errors(plan: "MeshPlan", num_devices: int, sizes: Sizes) -> list[str]:
-    """All errors of the plan on num_devices devices, for dimensions of these sizes."""
-    errors = _pool_errors(plan.pools) + _device_errors(plan, num_devices)
+def plan_errors(plan: "MeshPlan", num_devices: int, sizes: Sizes, trains: bool = True) -> list[str]:
+    """All errors of the plan on num_devices devices, for dimensions of these sizes. trains: one pool must."""
+    errors = _pool_errors(plan.pools, trains) + _device_errors(plan, num_devices)
     errors += _rule_errors("train", plan.rules_train) + _rule_errors("serve", plan.rules_serve)
     if any(size < 1 for pool in plan.pools for size in (pool.replicas, *pool.axes.values())):
         return errors  # there are no meshes to look at
@@ -32,14 +32,14 @@ def mesh_errors(mesh: "TrainPlan | ServerPlan", sizes: Sizes, side: str = "train
     return _divide_errors(*where, sizes) + _unused_errors(*where)
 
 
-def _pool_errors(pools: Sequence[PoolSettings]) -> list[str]:
+def _pool_errors(pools: Sequence[PoolSettings], needs_train: bool) -> list[str]:
     """What is wrong with single pools, and which kinds are missing."""
     errors = [error for pool in pools for error in _one_pool_errors(pool)]
     names = [pool.name for pool in pools]
     for name in sorted({n for n in names if names.count(n) > 1}):
         errors.append(f"mesh: {names.count(name)} pools are named {name!r}; rename all but one")
     trains = [pool.name for pool in pools if pool.kind in ("train", "colocated")]
-    if len(trains) != 1:
+    if len(trains) > 1 or (needs_train and not trains):
         errors.append(
             f"mesh: {len(trains)} pools train ({', '.join(trains) or 'none'}) but one must; "
             "have exactly one pool of kind train or colocated"

@@ -51,7 +51,7 @@ class TrainPlan:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """The resolved placement. `train` is None only in a plan that `check` refuses."""
+    """The resolved placement. `train` is None only where nothing trains: `check(trains=False)`."""
 
     name: str
     pools: tuple[PoolSettings, ...]
@@ -162,13 +162,15 @@ class MeshPlan:
         learner: LearnerSettings | None = None,
         engine: EngineSettings | None = None,
         vocab_size: int = 0,
+        trains: bool = True,
     ) -> list[str]:
         """Everything that keeps this plan from running this model on num_devices devices.
 
         One line each, with the numbers and the remedy. vocab_size is the tokenizer's, used where
-        model.vocab_size is 0; with both 0 the vocabulary is not checked.
+        model.vocab_size is 0; with both 0 the vocabulary is not checked. trains: False where the
+        plan's servers alone run, which need no train mesh.
         """
-        return plan_errors(self, num_devices, _sizes(model, learner, engine, vocab_size))
+        return plan_errors(self, num_devices, _sizes(model, learner, engine, vocab_size), trains)
 
 
 def _sizes(

@@ -1,6 +1,7 @@
 """`python -m rl_jax.tools.serve MODEL_DIR`: a Hugging Face directory behind OpenAI's HTTP interface.
 
-    --mesh=FILE.py[:arg]   whose prefill and decode pools serve, each server a thread; its train pool is not used
+    --mesh=FILE.py[:arg]   whose prefill and decode pools serve, each server a thread; pools that train are left out,
+                           and so are their devices
     --port, --admin_port   the public plane, and that of whoever runs it; 0 = any free port
 
 Life: 1 Arguments and the directory are checked, within a second, before JAX is loaded. 2 Servers compile while the
@@ -152,6 +153,7 @@ def check(args: argparse.Namespace) -> tuple[Settings, HttpLimits, tuple[str, st
         queue=args.queue, request_s=args.request_s, drain_s=args.drain_s, write_s=args.write_s
     )
     mesh = config.load_mesh(args.mesh)
+    mesh = replace(mesh, pools=tuple(p for p in mesh.pools if p.kind not in ("train", "role")))
     settings = Settings(model=model, engine=engine, mesh=mesh)
     # What the edge lets through may all come to one server.
     serve = replace(settings.serve, queue_size=limits.queue + 2 * args.slots * len(mesh.pools) * 8)

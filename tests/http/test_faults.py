@@ -193,7 +193,13 @@ def test_a_client_that_goes_while_it_generates_frees_slot_and_pages(world, strea
     sock = world.open("/v1/completions", {**LONG, "stream": stream})
     until(lambda: world.gauges()["running"] == 1, "a block")
     assert held_pages(world) > 0
+    if stream:
+        sock.recv(1)  # its answer has begun: what goes is no slow reader
+    ends = world.api.metrics.ends
+    before = ends["disconnect"], ends["slow_reader"]
     go(world, [sock], lambda: world.is_still() and not held_pages(world), "slot and pages")
+    until(lambda: ends.total() > sum(before), "the end to be counted")
+    assert (ends["disconnect"], ends["slow_reader"]) == (before[0] + 1, before[1])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -334,9 +340,12 @@ def test_weights_without_numbers_fail_by_name(own_world):
     streamed = world.post("/v1/completions", {"prompt": "abc", "max_tokens": 4, "stream": True})
     assert streamed.status == 500 and "null" not in json.dumps(streamed.body["error"]["message"])
     assert world.get("/health_generate").status == 500  # whoever watches for progress sees it
+    told = world.get("/ready")  # whoever sends requests looks for another server
+    assert told.status == 503 and "version 1 gives logits that" in told.body["error"]["message"]
     told = 'rl_jax:request_errors_total{model_name="tiny",code="nonfinite_logits"} 3'
     assert told in world.get("/metrics").body
     publish(world.server, 2, 1)
+    assert world.get("/ready").body == {"status": "ready", "weight_version": 2}
     assert world.get("/health_generate").status == 200
     assert world.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}).status == 200
     assert world.api.num_choices == 0

@@ -190,6 +190,8 @@ def test_tool_calls(scripted, scripted_client, stream):
         ('<tool_call>{"name": "add", "arguments": {"a": 1</tool_call>', "could not be read"),
         ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', "there is no tool 'rm'"),
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "needs the argument 'b'"),
+        ("so: <tool_call>{add}</tool_call>\n\nThe sum is 3.", "could not be read"),
+        (f"{CALL} and <tool_call>{{</tool_call> then", "could not be read"),
     ],
 )
 def test_a_call_that_cannot_be_made_is_content(scripted, scripted_client, said, told, stream):
@@ -202,6 +204,19 @@ def test_a_call_that_cannot_be_made_is_content(scripted, scripted_client, said, 
         content = reply.choices[0].message.content
     assert content == said and parts[-1].choices[0].finish_reason == "stop"
     assert told in parts[-1].metadata["tool_error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_content_behind_a_call_is_content(scripted, scripted_client, stream):
+    scripted.say(f"a \n{CALL}\nb ")
+    reply = chat(scripted_client, tools=[ADD], max_tokens=200, stream=stream)
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in reply]
+        content = "".join(delta.content or "" for delta in deltas)
+        assert sum(len(delta.tool_calls or ()) for delta in deltas) == 1
+    else:
+        content = reply.choices[0].message.content
+    assert content == "a \n\nb"
 
 
 def test_tool_choice(scripted, scripted_client):

@@ -95,7 +95,7 @@ def test_a_cluster_asks_for_it_under_auto_only():
     tags = {}
     for word in ("declared", "auto"):
         settings = Settings(engine=engine, serve=ServeSettings(affinity=word))
-        cluster = InProcCluster(plan, build_meshes(plan), model, settings)
+        cluster = InProcCluster(plan, build_meshes(plan).servers, model, settings)
         affinity = cluster.router._affinity
         tags[word] = affinity and affinity.tags
         assert cluster.counters()["affinity_moves"] == 0

@@ -75,7 +75,7 @@ def test_a_cluster_builds_every_server_for_both_roles_under_auto_only(word):
         engine=EngineSettings(slots=2, context=64, page_size=16, chunk_sizes=(16,)),
         serve=ServeSettings(pd_balance=word),
     )
-    cluster = InProcCluster(plan, build_meshes(plan), model, settings)
+    cluster = InProcCluster(plan, build_meshes(plan).servers, model, settings)
     kinds = {server.name: server.kind for server in cluster.targets}
     first = "prefill" if word == "fixed" else "decode"
     assert kinds == {

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from rl_jax.mesh import MeshPlan
 from rl_jax.tools import serve
 from tests.http.test_update import write
 
@@ -44,6 +45,17 @@ def test_what_cannot_be_is_one_line_before_jax_is_loaded(directory, capsys, word
     assert line.startswith("error: ") and told in line
 
 
+@pytest.mark.slow(seconds=1)
+def test_pools_that_train_take_no_device(directory):
+    args = serve.parser().parse_args([str(directory), "--mesh=split_2"])
+    settings, _, _ = serve.check(args)
+    plan = MeshPlan.from_settings(settings.mesh, settings.model)
+    assert plan.num_devices == 1 and plan.train is None
+    told = plan.check(settings.model, 1)
+    assert told and "0 pools train" in told[0]
+    assert plan.check(settings.model, 1, trains=False) == []
+
+
 def test_a_directory_without_a_model_is_told(tmp_path, capsys):
     assert serve.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: ")
@@ -66,11 +78,11 @@ def test_a_server_with_prefill_and_decode_pools_from_start_to_sigterm(directory,
     (tmp_path / "token").write_text("secret\n")
     (tmp_path / "token").chmod(0o600)
     mesh = tmp_path / "pools.py"
-    pools = [{"name": kind, "kind": kind} for kind in ("prefill", "decode", "train")]
+    pools = [{"name": kind, "kind": kind} for kind in ("prefill", "decode")]
     mesh.write_text(
         "from ml_collections import ConfigDict\n\n\ndef get_config():\n"
         f"    pools = [ConfigDict(pool) for pool in {pools}]\n"
-        "    return ConfigDict({'name': 'three', 'platform': 'cpu', 'pools': pools})\n"
+        "    return ConfigDict({'name': 'two', 'platform': 'cpu', 'pools': pools})\n"
     )
     words = [
         str(directory),
