@@ -36,7 +36,7 @@ MIN_BEFORE = 3  # steps before a median is one
 class Rule:
     name: str  # snake_case, one a rule
     kind: str  # of KINDS
-    metric: str  # of METRICS; each of its tags, .x, is judged too
+    metric: str  # of METRICS; each of its tags, .x, is judged too if has_tags
     test: str  # of TESTS
     threshold: float
     meaning: str
@@ -44,6 +44,7 @@ class Rule:
     steps: int = 1  # in a row
     seconds: float = 0.0  # that these span; of open: at least so many
     stays: int = 0  # steps for which it is told after its last
+    has_tags: bool = True
     per: str = ""  # of share
     less: str = ""  # of share
     # (metric, key of a config, share): it holds only where the metric is below that share of the setting
@@ -64,9 +65,9 @@ RULES = (
     Rule("dropped_figures", "correctness", "nonfinite_dropped", "grows", 0.0,
          "figures were not finite and are missing in metrics.jsonl",
          "look in driver.log for their names; a gradient norm among them means a broken update", stays=20),
-    Rule("zero_signal", "correctness", "alarm/zero_signal", "above", 0.0,
+    Rule("zero_signal", "health", "alarm/zero_signal", "above", 0.0,
          "nothing was trained: no trained token, or every advantage was 0",
-         "change the difficulty, raise rollout.group_size, or set algorithm.filter.equal_rewards", stays=20,
+         "change the difficulty, raise rollout.group_size, or set algorithm.filter.equal_rewards", stays=5,
          if_absent=0.0),
     Rule("lag0", "correctness", "alarm/lag0", "above", 0.0,
          "trainer and sampler disagree under the same weights: numerics, not staleness",
@@ -123,9 +124,10 @@ RULES = (
     Rule("fill_low", "tuning", "batch/fill", "below", 0.5,
          "more than half of the packed rows is padding: shards and microbatches are uneven",
          "lower learner.row_tokens to the lengths there are, or raise rollout.batch_groups", steps=5),
-    Rule("learner_waits", "tuning", "goodput/run", "below", 0.3,
-         "the learner computes for less than a third of a step's time",
-         "see the step's waits (time/*): more servers or slots, or a larger rollout.max_staleness", steps=5),
+    Rule("devices_wait", "tuning", "goodput/run", "below", 0.3,
+         "devices do what the step needs for less than a third of its time",
+         "tools.trace summarize names what each pool waits for: more servers or slots, or a larger"
+         " rollout.max_staleness", steps=5, has_tags=False),
     Rule("samples_wasted", "tuning", "goodput/sample", "below", 0.5,
          "less than half of what is sampled is trained",
          "see episodes/dropped_* and cancelled for why: stale, filtered, short or redundant", steps=5),
@@ -206,8 +208,8 @@ def _of_rule(
         one = _open(rule, steps, now_s)
         return [one] if one is not None else []
     plain = _now(rule, steps, rule.metric, config)
-    if plain is not None:
-        return [plain]  # its tags would say the same
+    if plain is not None or not rule.has_tags:
+        return [] if plain is None else [plain]  # its tags would say the same
     prefix = rule.metric + "."
     tagged = sorted({name for row in steps[-WINDOW:] for name in row if name.startswith(prefix)})
     return [one for name in tagged if (one := _now(rule, steps, name, config)) is not None]

@@ -141,7 +141,7 @@ def filled(settings: Settings) -> Settings:
     if algorithm.aggregation == "seq-mean-token-sum-norm" and not algorithm.max_response_tokens:
         algorithm = replace(algorithm, max_response_tokens=settings.engine.context)
     model, name = settings.model, settings.model.tokenizer
-    if name not in TOKENIZERS and Path(name).is_dir():
+    if name and name not in TOKENIZERS and Path(name).is_dir():
         model = replace(model, tokenizer=str(Path(name).absolute()))
     return replace(settings, algorithm=algorithm, model=model)
 

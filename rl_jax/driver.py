@@ -486,10 +486,11 @@ class Driver:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """An outage ends the run after a save of what was learned since the last one; its cause is told in any case."""
+        """An outage, or Ctrl-C between two steps, ends the run after a save of what was learned since the last one; its
+        cause is told in any case. A second Ctrl-C ends the save too."""
         try:
             yield
-        except OUTAGES:
+        except (*OUTAGES, KeyboardInterrupt):
             if self.is_between and self.state.version > self._saved:
                 try:
                     self.save()

@@ -157,6 +157,12 @@ def test_tag_speaks_where_all_together_do_not():
     assert one.metric == "reward/zero_std_groups.a" and one.first == 1 and one.last == 6
 
 
+def test_one_pools_waits_are_not_all_devices():
+    rows = [{**row, "goodput/run.prefill": 0.05} for row in rows_of([0.5] * 6, "goodput/run")]
+    assert names(rows) == []
+    assert names(rows_of([0.2] * 6, "goodput/run")) == ["devices_wait"]
+
+
 def test_evaluations_and_values_that_are_no_numbers_say_nothing():
     rows = [{"step": 1, "time": 0.0, "attempt": 0, "is/ess": 0.1}] * 5
     assert names(rows) == []  # no step took time

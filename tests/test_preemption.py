@@ -25,14 +25,14 @@ def run(directory, *words):
     return launch.main([CONFIG, f"--run_dir={directory}", *words])
 
 
-def sigterm_at(monkeypatch, cls, name, value):
-    """SIGTERM arrives once, when `cls.name` is called with this first argument."""
+def sigterm_at(monkeypatch, cls, name, value, signum=signal.SIGTERM):
+    """The signal arrives once, when `cls.name` is called with this first argument."""
     whole, sent = getattr(cls, name), []
 
     def signalled(self, first, *args, **kwargs):
         if first == value and not sent:
             sent.append(first)
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signum)
         return whole(self, first, *args, **kwargs)
 
     monkeypatch.setattr(cls, name, signalled)
@@ -76,6 +76,14 @@ def test_sigterm_while_a_batch_is_waited_for_saves_and_the_run_goes_on(
     assert run(tmp_path, f"--mode={mode}") == 0
     steps = sorted(p.name for p in (tmp_path / "rollouts").iterdir() if (p / "train").exists())
     assert steps == ["step_1", "step_2", "step_3"] and state_of(tmp_path) == "done"
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_batch_is_waited_for_keeps_what_was_learned(tmp_path, monkeypatch, capsys):
+    sigterm_at(monkeypatch, Rollout, "want", 3, signal.SIGINT)
+    assert run(tmp_path, "--config.checkpoint.every=0") == 130
+    assert saved_steps(tmp_path)[-1] == "step_2" and state_of(tmp_path) == "interrupted"
+    assert "it goes on from step 2, the last one saved" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ Exit codes: 0, 2 (arguments, a directory that cannot be served, a port), 5 (serv
 
 import argparse
 import importlib
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -83,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
         default=0,
         help=f"most tokens of a history (0: the model's, up to {MAX_CONTEXT})",
     )
-    add("--slots", type=int, default=32, help="requests that one server generates for at once")
+    add("--slots", type=int, default=32, help="requests that one server generates for at once (32)")
     add("--num_pages", type=int, default=0, help="of the KV cache; 0: all slots at full context")
     add(
         "--steps_per_block",
@@ -118,6 +119,7 @@ def parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> tuple[Settings, HttpLimits, tuple[str, str]]:
     """Settings, limits, and the tokens of both planes. Raises: ValueError (ConfigError too), OSError."""
+    errors = port_errors(args)
     for name in (
         "slots",
         "steps_per_block",
@@ -128,7 +130,9 @@ def check(args: argparse.Namespace) -> tuple[Settings, HttpLimits, tuple[str, st
         "write_s",
     ):
         if not getattr(args, name) > 0:
-            raise ValueError(f"--{name}={getattr(args, name)} must be above 0")
+            errors.append(f"--{name}={getattr(args, name)} must be above 0")
+    if errors:
+        raise ValueError("\n".join(errors))
     tokens = []
     for host, flag in (("host", "token_file"), ("admin_host", "admin_token_file")):
         token = read_token(getattr(args, flag), f"--{flag}")
@@ -159,6 +163,26 @@ def check(args: argparse.Namespace) -> tuple[Settings, HttpLimits, tuple[str, st
     serve = replace(settings.serve, queue_size=limits.queue + 2 * args.slots * len(mesh.pools) * 8)
     rollout = replace(settings.rollout, tool_parser=args.tool_parser)
     return replace(settings, serve=serve, rollout=rollout), limits, (tokens[0], tokens[1])
+
+
+def port_errors(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the ports of both planes, before a model is read and compiled for them."""
+    asked, errors = {"port": args.host, "admin_port": args.admin_host}, []
+    for name, host in asked.items():
+        port = getattr(args, name)
+        if not 0 <= port <= 65535:
+            errors.append(f"--{name}={port} must be 0 (any that is free) to 65535")
+            continue
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                errors.append(f"--{name}={port} cannot be had at {host}: {error.strerror or error}")
+    if args.port == args.admin_port > 0 and args.host == args.admin_host:
+        errors.append(f"--port and --admin_port are both {args.port}: each plane needs its own")
+    return errors
 
 
 if __name__ == "__main__":

@@ -74,6 +74,9 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _export(asked: argparse.Namespace, attempts: Sequence[Attempt]) -> int:
+    out = asked.out or asked.run / "trace.json"
+    if not out.absolute().parent.is_dir():
+        raise TraceFilesError(f"--out={out}: there is no directory {out.parent}")
     wanted = attempts[-1].number if asked.attempt is None else asked.attempt
     found = [attempt for attempt in attempts if attempt.number == wanted]
     if not found:
@@ -86,7 +89,6 @@ def _export(asked: argparse.Namespace, attempts: Sequence[Attempt]) -> int:
     bubbles = [b for u in units_of(attempt, window) for b in account(u, grid).bubbles or ()]
     episodes = read_episodes(asked.run, attempt, following)
     trace = chrome_trace(attempt, window, bubbles, episodes)
-    out = asked.out or asked.run / "trace.json"
     with naming(out):
         out.write_text(json.dumps(trace, allow_nan=False, separators=(",", ":")), encoding="ascii")
     size = out.stat().st_size / 1e6

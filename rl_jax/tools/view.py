@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(prog="python -m rl_jax.tools.view", allow_abbrev=False)
     add = out.add_argument
     add("run", type=Path, metavar="RUN", help="a run directory, such as runs/NAME")
-    add("--port", type=int, default=PORT, help=f"on 127.0.0.1 (default {PORT}; 0: any)")
+    add("--port", type=port_number, default=PORT, help=f"on 127.0.0.1 (default {PORT}; 0: any)")
     add(
         "--plugins",
         action="store_true",
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "--export_mb",
         type=float,
         default=20.0,
-        help="most that the exported file may take, in megabytes",
+        help="most that the exported file may take, in megabytes (default 20)",
     )
     add("--step", type=int, help="with --text: the episodes of a step")
     add("--episode", type=int, help="with --text and --step: one of them, whole")
@@ -57,9 +57,18 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
+def port_number(text: str) -> int:
+    """An argparse type."""
+    if not (text.isdecimal() and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    return int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
+        if args.export is not None and not args.export.absolute().parent.is_dir():
+            raise ValueError(f"--export={args.export}: there is no directory {args.export.parent}")
         api = Api(args.run, of_anywhere if args.plugins else of_the_table)
         if args.text:
             sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8

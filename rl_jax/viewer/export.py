@@ -33,7 +33,6 @@ def write(api: Api, path: Path, max_bytes: int) -> tuple[int, str]:
     html = page(to_json(data))
     temporary = path.with_name(path.name + ".tmp")
     with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(html)
         os.replace(temporary, path)
     return len(html), left_out

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,15 +35,34 @@ def directory(tmp_path_factory):
         (["--admin_host=0.0.0.0"], "give --admin_token_file"),
         (["--context=65"], "--context=65 must be 2 to 64, the model's"),
         (["--slots=0"], "--slots=0 must be above 0"),
+        (["--port=65536"], "--port=65536 must be 0 (any that is free) to 65535"),
+        (["--port=TAKEN"], "cannot be had at 127.0.0.1"),
+        (["--admin_port=TAKEN"], "--admin_port="),
+        (["--port=FREE", "--admin_port=FREE"], "each plane needs its own"),
         (["--request_s=nan"], "--request_s=nan must be above 0"),
         (["--token_file=nowhere"], "--token_file"),
         (["--mesh=nowhere"], "nowhere"),
     ],
 )
 def test_what_cannot_be_is_one_line_before_jax_is_loaded(directory, capsys, words, told):
-    assert serve.main([str(directory), *words]) == 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        ports = {"FREE": free.getsockname()[1]}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports["TAKEN"] = taken.getsockname()[1]
+        for name, port in ports.items():
+            words = [word.replace(name, str(port)) for word in words]
+        assert serve.main([str(directory), *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and told in line
+
+
+def test_all_that_cannot_be_is_told_at_once(directory, capsys):
+    words = ["--slots=0", "--queue=0", "--port=-1"]
+    assert serve.main([str(directory), *words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
 
 
 @pytest.mark.slow(seconds=1)

@@ -386,6 +386,12 @@ def test_directory_without_a_timeline_is_told_in_one_line(tmp_path, capsys):
     assert "has no timeline" in line and "metrics.timeline_bytes=0" in line
 
 
+def test_file_in_no_directory_is_told_before_anything_is_read_for_it(tmp_path):
+    asked = trace._parser(False).parse_args([str(tmp_path), "-o", str(tmp_path / "no" / "x.json")])
+    with pytest.raises(trace.TraceFilesError, match="there is no directory"):
+        trace._export(asked, [])
+
+
 def test_seconds_that_do_not_add_up_are_said_so():
     attempt = attempt_of(*SYNCHRONOUS)
     found = goodput(attempt)

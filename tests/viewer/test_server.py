@@ -217,6 +217,7 @@ def test_as_a_program_in_a_terminal_that_is_no_utf8(hostile):
         ),
         (["RUN", "--text", "--episode=3"], 2, "--episode=3 needs --step"),
         (["RUN", "--export", "x.html", "--export_mb=0.1"], 2, "--export_mb=0.1 is below 1"),
+        (["RUN", "--export", "no/x.html"], 2, "--export=no/x.html: there is no directory no"),
         (
             ["RUN", "--text", "--step=3", "--episode=99"],
             3,
@@ -274,7 +275,7 @@ class Elements(html.parser.HTMLParser):
 
 
 def test_an_exported_file_is_whole_and_nothing_in_it_breaks_out(hostile, tmp_path, capsys):
-    path = tmp_path / "out" / "one.html"
+    path = tmp_path / "one.html"
     assert view.main([str(hostile), "--export", str(path)]) == 0
     assert capsys.readouterr().out.startswith(f"{path}: ")
     found = Elements()
@@ -318,3 +319,10 @@ def test_an_export_holds_the_newest_steps_that_have_room_and_says_which(
     assert view.main([str(run), "--export", str(tmp_path / "c.html"), "--export_mb=0.06"]) == 2
     assert "is too small: curves, lists and failures alone take 0." in capsys.readouterr().err
     assert not (tmp_path / "c.html").exists()
+
+
+@pytest.mark.parametrize("port", ["-1", "65536", "x"])
+def test_port_that_is_none_is_told(port, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        view.main([str(tmp_path), f"--port={port}"])
+    assert "is no port: 0 to 65535" in capsys.readouterr().err
