@@ -187,6 +187,7 @@ class LearnerService(Service):
 
     def _saved(self, request: Request) -> None:
         self._checkpointer.wait()
+        self.timeline.flush()  # the run may end with this save, and its processes with it
         request.answer()
 
     def _answer(self, request: Request, body: Mapping[str, Any], arrays: Any = ()) -> None:

@@ -95,6 +95,8 @@ class Timeline:
         self._most = most_waiting
         self._give: Callable[[Sequence[Span], int], None] = lambda spans, lost: None
         self._wake, self._is_closing = threading.Event(), False
+        self._asked, self._given = 0, threading.Condition()  # calls of flush; told when one is over
+        self._num_given = 0  # of those calls, how many are over
         self._thread: threading.Thread | None = None
 
     def track(self, name: str) -> Track:
@@ -115,6 +117,15 @@ class Timeline:
         else:
             self.num_lost += 1
 
+    def flush(self) -> None:
+        """Give on what is there by now, from a process that may be ended at any moment; at most CLOSE_S. One thread."""
+        if self._thread is None or self._is_closing:
+            return
+        with self._given:
+            self._asked += 1
+            self._wake.set()
+            self._given.wait_for(lambda: self._num_given >= self._asked, CLOSE_S)
+
     def close(self) -> None:
         """Give on what is there; a stuck disk is left behind after CLOSE_S. Idempotent."""
         self.is_on, self._is_closing = False, True
@@ -130,7 +141,13 @@ class Timeline:
     def _run(self) -> None:
         while not self._is_closing:
             self._wake.wait(FLUSH_S)
+            if not self._is_closing:
+                self._wake.clear()
+            asked = self._asked
             self._flush()
+            with self._given:
+                self._num_given = asked
+                self._given.notify_all()
         self._flush()
 
     def _flush(self) -> None:

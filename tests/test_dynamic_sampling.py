@@ -107,7 +107,8 @@ def test_run_that_its_task_or_a_guard_ends_has_its_weights_saved(error):
         learner=SimpleNamespace(state=None), rollout=None, ledger=None, stream=None,
         checkpointer=SimpleNamespace(save=lambda *what: saved.append(what[0]), wait=lambda: None),
         recorder=SimpleNamespace(
-            event=lambda kind, **fields: None, flush=lambda: None, doing=lambda what: nullcontext()
+            event=lambda kind, **fields: None, flush=lambda: None, doing=lambda what: nullcontext(),
+            profiled=lambda step: nullcontext(),
         ),
     )  # fmt: skip
 

@@ -123,8 +123,9 @@ def test_timeline_has_what_learners_did_and_the_seconds_without_them(runs):
     assert train.useful_s > 0 and train.buckets["compile"] > 0
     (attempt,) = read_attempts(runs / "there")
     updates = [s for s in attempt.of("train") if s.kind == "update" and s.row == "learner.0"]
-    # Two of the warm start, and of each version at least one: those that were lost are repeated.
-    assert {s.more["version"] for s in updates} == set(range(STEPS)) and len(updates) > STEPS + 2
+    # Two of the warm start, and of each version at least one: those that were lost are repeated. What a process did in
+    # the last half second before it was killed may be missing.
+    assert {s.more["version"] for s in updates} == set(range(STEPS)) and len(updates) >= STEPS + 2
     assert attempt.within_s == 0.0, "one host, one clock"
 
 

@@ -142,3 +142,15 @@ def test_torn_line_is_counted_and_the_rest_is_read(tmp_path):
         file.write('{"s":[["decode/decode.0","bl')
     (attempt,) = read_attempts(tmp_path)
     assert attempt.num_bad == 1 and len(attempt.spans) == 1
+
+
+def test_flush_gives_on_what_is_there_and_nothing_waits_for_the_next_look(monkeypatch):
+    monkeypatch.setattr(module, "FLUSH_S", 600.0)
+    given, one = [], Timeline()
+    one.flush()  # not started: nothing to do
+    one.start(lambda spans, lost: given.extend(spans))
+    for num in range(3):
+        one.track("train/learner").add("update", 0.0, 1.0, version=num)
+        one.flush()
+        assert [more["version"] for *_, more in given] == list(range(num + 1))
+    one.close()
