@@ -1,4 +1,4 @@
-"""What our HTTP services share at their edge: who may ask, and bounded bodies.
+"""What our HTTP services share at their edge: who may ask, and where, and bounded bodies.
 
 A service on loopback needs no token, as only this host's users reach it; so does any page in their browsers. Two ways:
 a form or fetch to http://127.0.0.1:PORT, which the browser marks with the page's Origin, and a name of the page's own
@@ -10,9 +10,12 @@ Headers are ASGI's, their names in lower case.
 import asyncio
 import hmac
 import ipaddress
+import socket
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+MAX_TOKEN = 4096  # bytes of a token file
 NO_TOKEN = "no such token; send Authorization: Bearer TOKEN"
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -31,6 +34,34 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def cannot_listen(host: str, port: int) -> str:
+    """Why nobody can listen there now; "" if one can. port: 0 = any that is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def read_token(path: str, named: str) -> str:
+    """The one line of a token file; "" for no file. named: what says the path. Raises: ValueError, with both."""
+    if not path:
+        return ""
+    try:
+        with Path(path).open("rb") as file:
+            token = file.read(MAX_TOKEN + 1).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{named}={path} cannot be read: {error}") from None
+    if not token or len(token) > MAX_TOKEN or not token.isprintable():
+        raise ValueError(
+            f"{named}={path} is no token; it holds one line of ASCII, at most {MAX_TOKEN} bytes"
+        )
+    return token
 
 
 def refusal(headers: Mapping[bytes, bytes], has_token: bool) -> str | None:

@@ -11,9 +11,9 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
+from rl_jax import asgi
 from rl_jax.asgi import NO_TOKEN, is_loopback, knows, refusal
 from rl_jax.exposition import CONTENT_TYPE
 
@@ -60,11 +60,9 @@ def open_exporter(scrape: Mapping[str, Any], source: Callable[[], str]) -> Expor
 
 
 def read_token(path: str) -> str:
-    """\"\" = none. Raises: OSError, ValueError."""
-    if not path:
-        return ""
-    token = Path(path).read_text(encoding="ascii").strip()
-    if not token or len(token.split()) != 1:
+    """ "" = none; else one word, as scrapers send it. Raises: ValueError."""
+    token = asgi.read_token(path, "metrics.token_file")
+    if len(token.split()) > 1:
         raise ValueError(f"metrics.token_file={path} must hold one line with one word")
     return token
 

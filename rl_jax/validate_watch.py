@@ -10,8 +10,6 @@ from rl_jax.asgi import is_loopback
 from rl_jax.settings import MetricsSettings
 from rl_jax.trackers import TRACKERS
 
-MAX_PORT = 65_535
-
 
 def watch_errors(
     m: MetricsSettings, check_name: Callable[[str, str, Mapping[str, Any]], list[str]]

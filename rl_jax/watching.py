@@ -20,6 +20,7 @@ import numpy as np
 
 from rl_jax import schema
 from rl_jax.advice import STEP
+from rl_jax.asgi import cannot_listen
 from rl_jax.config import ConfigError
 from rl_jax.exporter import Exporter, open_exporter, read_token
 from rl_jax.exposition import (
@@ -55,18 +56,13 @@ def _port_errors(settings: MetricsSettings) -> list[str]:
     errors = []
     try:
         read_token(settings.token_file)
-    except (OSError, ValueError) as error:
-        errors.append(f"metrics.token_file={settings.token_file}: {error}")
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((settings.host, settings.port))
-        except OSError as error:
-            errors.append(
-                f"metrics.port={settings.port} cannot be had at {settings.host} ({error.strerror}); use another one,"
-                " and as many free ones behind it as the run has processes"
-            )
+    except ValueError as error:
+        errors.append(str(error))
+    if why := cannot_listen(settings.host, settings.port):
+        errors.append(
+            f"metrics.port={settings.port} cannot be had at {settings.host} ({why}); use another one,"
+            " and as many free ones behind it as the run has processes"
+        )
     return errors
 
 

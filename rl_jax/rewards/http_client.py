@@ -25,7 +25,6 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,7 +34,6 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 MAX_HEAD = 32 << 10  # bytes of a status line and its headers
 MAX_BODY = 8 << 20
 RETRIED = frozenset((408, 425, 429))  # and every 5xx
-MAX_TOKEN = 4096  # bytes of a token file
 DETAIL = 200  # characters of an answer that an error shows
 
 
@@ -253,22 +251,6 @@ class HttpClient:
         if headers.get("connection", "").lower() == "close":
             connection.close()
         return status, headers, data
-
-
-def read_token(path: str, named: str) -> str:
-    """The one line of a token file; "" for no file. named: what says the path. Raises: ValueError, with both."""
-    if not path:
-        return ""
-    try:
-        with Path(path).open("rb") as file:
-            token = file.read(MAX_TOKEN + 1).decode("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{named}={path} cannot be read: {error}") from None
-    if not token or len(token) > MAX_TOKEN or not token.isprintable():
-        raise ValueError(
-            f"{named}={path} is no token; it holds one line of ASCII, at most {MAX_TOKEN} bytes"
-        )
-    return token
 
 
 def encoded(payload: Any) -> bytes:

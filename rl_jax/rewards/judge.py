@@ -21,8 +21,9 @@ import re
 import secrets
 from typing import Any
 
+from rl_jax.asgi import read_token
 from rl_jax.rewards.check import failed, finite, show
-from rl_jax.rewards.http_client import Deadlines, HttpClient, HttpError, read_token
+from rl_jax.rewards.http_client import Deadlines, HttpClient, HttpError
 from rl_jax.types import EpisodeView, Reward, Task
 
 PROMPT = (

@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rl_jax.asgi import read_token
 from rl_jax.rewards.check import failed, reward_of
-from rl_jax.rewards.http_client import Deadlines, HttpClient, HttpError, RetryBudget, read_token
+from rl_jax.rewards.http_client import Deadlines, HttpClient, HttpError, RetryBudget
 from rl_jax.rollout import wire
 from rl_jax.rollout.scorer_pool import Answer
 from rl_jax.settings import RewardSettings

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from envs import ENVS
+from rl_jax.asgi import read_token
 from rl_jax.console import say
 from rl_jax.rewards import REWARDS
-from rl_jax.rewards.http_client import read_token
 from rl_jax.rollout.blocking import run_blocking
 from rl_jax.settings import RewardSettings, RolloutSettings, TaskSource
 from rl_jax.tools.env_checks import Checker, Report

@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rl_jax.asgi import cannot_listen
 from rl_jax.backend import default_cache_dir
 from rl_jax.disk import existing
 from rl_jax.resume import RUNS
@@ -178,18 +178,8 @@ def _sandbox_error() -> str:
 
 
 def _ports() -> tuple[tuple[int, ...], str]:
-    taken, error = [], ""
-    for port in (0, *PORTS):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as failed:
-                if port:
-                    taken.append(port)
-                else:
-                    error = failed.strerror or str(failed)
-    return tuple(taken), error
+    taken = tuple(port for port in PORTS if cannot_listen("127.0.0.1", port))
+    return taken, cannot_listen("127.0.0.1", 0)
 
 
 def _memory_bytes() -> int:

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_jax.asgi import is_loopback
+from rl_jax.asgi import is_loopback, read_token
 from rl_jax.console import say
 from rl_jax.rewards import REWARDS
-from rl_jax.rewards.http_client import read_token
 from rl_jax.rollout.process import Limit
 from rl_jax.rollout.reward_app import AppLimits, RewardApp
 from rl_jax.rollout.scorer_pool import ScorerPool

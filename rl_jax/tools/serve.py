@@ -12,18 +12,16 @@ Exit codes: 0, 2 (arguments, a directory that cannot be served, a port), 5 (serv
 
 import argparse
 import importlib
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rl_jax import backend, config
-from rl_jax.asgi import is_loopback
+from rl_jax.asgi import cannot_listen, is_loopback, read_token
 from rl_jax.http.limits import HttpLimits
 from rl_jax.mesh.plan import MeshPlan
 from rl_jax.model_source import with_source
-from rl_jax.rewards.http_client import read_token
 from rl_jax.settings import EngineSettings, ModelSettings, Settings
 
 CHUNKS = (64, 512)  # packed prefill sizes, as far as the context is longer
@@ -172,14 +170,8 @@ def port_errors(args: argparse.Namespace) -> list[str]:
         port = getattr(args, name)
         if not 0 <= port <= 65535:
             errors.append(f"--{name}={port} must be 0 (any that is free) to 65535")
-            continue
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                errors.append(f"--{name}={port} cannot be had at {host}: {error.strerror or error}")
+        elif why := cannot_listen(host, port):
+            errors.append(f"--{name}={port} cannot be had at {host}: {why}")
     if args.port == args.admin_port > 0 and args.host == args.admin_host:
         errors.append(f"--port and --admin_port are both {args.port}: each plane needs its own")
     return errors

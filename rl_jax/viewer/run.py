@@ -28,7 +28,6 @@ MAX_KINDS, MAX_KIND = 100, 60  # kinds told apart; characters of one
 ROUTINE = ("published",)  # kinds with an event each step
 MAX_ROWS = 200_000  # rows kept; the oldest go first, and are counted
 REFRESH_S = 0.5  # between two looks at the files
-WARM_START = "sft/"  # its steps are not those of the run
 _NUMBER = re.compile(r"(?:(?<=_lag)|(?<=_at))\d+")
 FACTS = (  # of the config, for the head of the page
     "mode", "steps", "algorithm.name", "model.name", "model.source", "model.dtype", "rollout.batch_groups",
