@@ -60,7 +60,7 @@ PART = {
     name: part
     for part, names in {
         "records": (
-            "types clock waits asgi exposition strict_json disk lowering settings settings_watch "
+            "types clock waits asgi exposition inert strict_json disk lowering settings settings_watch "
             "timeline schema __init__"
         ),
         "serving": "engine serve",
@@ -111,7 +111,7 @@ ONLY_IN = {
 
 # Checked before jax is loaded, or run in processes that never load it.
 NO_JAX = (
-    "rl_jax/__init__.py", "rl_jax/clock.py", "rl_jax/timeline.py",
+    "rl_jax/__init__.py", "rl_jax/clock.py", "rl_jax/timeline.py", "rl_jax/inert.py",
     "rl_jax/types.py", "rl_jax/settings.py", "rl_jax/settings_watch.py", "rl_jax/schema.py", "rl_jax/config.py",
     "rl_jax/overrides.py", "rl_jax/validate.py", "rl_jax/validate_cluster.py", "rl_jax/validate_rewards.py",
     "rl_jax/validate_watch.py", "rl_jax/role_source.py", "rl_jax/resume.py", "rl_jax/model_source.py",

@@ -8,12 +8,12 @@ Must not: read a file, or import jax.
 
 import html
 import math
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rl_jax import schema
+from rl_jax.inert import inert
 from rl_jax.mesh import MeshPlan
 from rl_jax.mesh.rules import cut, ranges
 from rl_jax.settings import Settings
@@ -29,7 +29,7 @@ LOWEST = math.log(1e-3)
 
 def visible(text: str) -> str:
     """Control characters, surrogates and marks of direction as what they are called; lines and tabs stay."""
-    return "".join(c if c in "\n\t" or _is_plain(c) else _name(c) for c in clipped(text))
+    return inert(clipped(text))
 
 
 def one_line(text: str) -> str:
@@ -161,19 +161,3 @@ def facts_table(facts: Mapping[str, Any]) -> str:
 
 def _cell(kind: str, value: Any, style: str = "") -> str:
     return f'<{kind} style="{CELL};{style}">{escaped(str(value))}</{kind}>'
-
-
-def _is_plain(character: str) -> bool:
-    """Neither a control (Cc), a format such as a mark of direction (Cf), a surrogate (Cs) nor a line end of its own."""
-    return unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
-
-
-def _name(character: str) -> str:
-    code = ord(character)
-    return (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )

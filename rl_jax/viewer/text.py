@@ -6,7 +6,6 @@ lists and texts are bounded, and say what they leave out.
 """
 
 import argparse
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_jax.inert import inert
 from rl_jax.viewer.api import Api, Refusal
 from rl_jax.viewer.run import is_number
 
@@ -22,10 +22,6 @@ SHOWN = (  # of a step's row; the others are in the page
     "reward/mean", "reward/success", "policy/entropy", "optim/grad_norm", "mismatch/k3", "is/ess", "staleness/mean",
     "length/response", "time/step_s", "time/wait_for_batch_s", "goodput/run",
 )  # fmt: skip
-_ACTS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
-    "\ud800-\udfff\U000e0000-\U000e007f]"
-)
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -70,22 +66,6 @@ class Asked:
         )
 
 
-def inert(text: Any) -> str:
-    r"""The text with everything that could act on a terminal as \xNN or \uNNNN; line breaks and tabs stay."""
-    return _ACTS.sub(_named, str(text))
-
-
-def _named(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return (
-        f"\\x{code:02x}"
-        if code < 0x100
-        else f"\\u{code:04x}"
-        if code < 0x10000
-        else f"\\U{code:08x}"
-    )
-
-
 def report(api: Api, asked: Asked) -> Iterator[str]:
     """Lines. Raises Refusal."""
     width = asked.width or shutil.get_terminal_size((100, 24)).columns
@@ -102,7 +82,7 @@ def report(api: Api, asked: Asked) -> Iterator[str]:
 
 def _one(text: Any, most: int) -> str:
     """One line of at most `most` columns."""
-    line = inert(text).replace("\n", "\\n").replace("\t", " ")
+    line = inert(str(text)).replace("\n", "\\n").replace("\t", " ")
     return line if len(line) <= most else line[: max(most - 3, 1)] + "..."
 
 
