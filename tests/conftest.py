@@ -5,8 +5,11 @@ Programs are compiled without LLVM's optimisations, which halves what an empty c
 """
 
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
+
+import pytest
 
 from rl_jax.backend import avoid_broken_fusions, enable_compile_cache, simulate_cpu_devices
 
@@ -36,3 +39,16 @@ def pytest_collection_modifyitems(items):
         if mark := item.get_closest_marker("slow"):
             seconds[item.path] += mark.kwargs.get("seconds", 1)
     items.sort(key=lambda item: -seconds[item.path])  # stable
+
+
+@pytest.fixture(scope="module")  # for longer its event loop would be in the way of other tests
+def browser():
+    """A headless Chromium, where playwright and a chromium are there."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pages are tried with playwright")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()

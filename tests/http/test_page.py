@@ -1,26 +1,12 @@
 """The chat page in a headless Chromium, where playwright and a chromium are there: it talks, and nothing overlaps."""
 
 import itertools
-import shutil
 
 import pytest
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tried with playwright")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow(seconds=5),
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium"),
-]
+pytestmark = pytest.mark.slow(seconds=5)
 WIDTHS = (1280, 390)
 BOXES = "h1, #state, #talk, #words, #options label, #options button"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def answered(page, num):
