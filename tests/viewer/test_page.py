@@ -274,12 +274,15 @@ def test_keys_move_through_the_list_and_the_address_names_the_view(visit, served
     seen = visit(served(shown_run) + "#/episodes?lo=0.5&sort=-length")
     page = seen.page
     seen.view("episodes")
+    page.locator(".count", has_text=re.compile(r"of 960 episodes, mean reward [^ ]+$")).wait_for()
     for key in "jjk":
         page.keyboard.press(key)
-    assert (
-        page.evaluate("[...document.querySelectorAll('tr.row')].indexOf(document.activeElement)")
-        == 0
-    )
+    at = "[...document.querySelectorAll('tr.row')].indexOf(document.activeElement)"
+    assert page.evaluate(at) == 0
+    page.keyboard.press("j")
+    page.evaluate("[...episodesOf('train').listeners].forEach((draw) => draw())")  # more has come
+    assert page.evaluate(at) == 1
+    page.keyboard.press("k")
     page.keyboard.press("Enter")
     seen.view("episode")
     page.keyboard.press("c")

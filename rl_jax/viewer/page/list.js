@@ -30,8 +30,12 @@ async function episodesView(view, parts, query) {
     histogram(bars, held, found, wanted, change);
     const left = held.done ? "" : ` \u00b7 reading, so far ${whole(held.num)}`;
     if (!held.error) count.textContent = `${whole(found.rows.length)} of ${whole(held.num)} episodes, mean reward ${figure(found.mean)}${left}`;
+    const focused = table.contains(document.activeElement) ? document.activeElement.dataset.go : undefined;
     if (by === "step") stepTable(table, held, found.rows, split, query);
     else episodeTable(table, held, found.rows, split, query);
+    // Whoever moves through the list by keys stays where they are while more of it comes.
+    const same = focused && [...table.querySelectorAll("tr.row")].find((row) => row.dataset.go === focused);
+    if (same) same.focus({ preventScroll: true });
   };
   held.listeners.add(draw);
   leaving.push(() => held.listeners.delete(draw));
