@@ -253,7 +253,8 @@ class Driver:
         metrics["staleness/bound"] = Metric(self._adapt(step, metrics, counts), 1)
         with self._guarded(step, groups, batch, metrics) as metrics:
             with p.recorder.doing(f"the figures and traces of step {step}"):
-                p.recorder.step(step, groups, metrics, counts, token_advantages(batch, groups))
+                trained = partial(token_advantages, batch, groups)
+                p.recorder.step(step, groups, metrics, counts, trained)
 
     def make_batch(self, groups: Sequence[Group]) -> Batch:
         """Groups -> Batch with advantages and loss weights."""
@@ -425,7 +426,8 @@ class Driver:
         clock.lap("time/train_s")
         self.state.version = step
         with self._guarded(step, groups, batch, {**learned, **clock.metrics()}) as metrics:
-            p.recorder.step(step, groups, metrics, {}, token_advantages(batch, groups))
+            trained = partial(token_advantages, batch, groups)
+            p.recorder.step(step, groups, metrics, {}, trained)
 
     @contextmanager
     def _guarded(self, step: int, groups: Sequence[Group], batch: Batch, metrics: Mapping):

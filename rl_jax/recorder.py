@@ -131,10 +131,10 @@ class Recorder:
         groups: Sequence[Group],
         metrics: Mapping[str, Metric],
         counts,
-        advantages: Sequence[np.ndarray] | None = None,
+        advantages: Callable[[], Sequence[np.ndarray]] | None = None,
     ) -> None:
-        """Write the row and the line of one step, and begin with its traces. advantages: as write_traces takes them.
-        Raises as flush(), of the step before."""
+        """Write the row and the line of one step, and begin with its traces. advantages: gives what write_traces takes,
+        on the traces' thread. Raises as flush(), of the step before."""
         row = {**metrics, **group_metrics(groups), **self._serve_metrics(metrics)}
         row.update(_count_metrics(counts))
         row.update(self._idle(counts))
@@ -157,10 +157,19 @@ class Recorder:
                 f"the traces of step {step} for {directory}", time.monotonic(), limit
             )
             self._tracing = self._tracer.submit(
-                write_traces, directory, trajectories, self._render, advantages=advantages
+                self._write_traces, directory, trajectories, advantages
             )
             self._feeds.rollouts(step, trajectories)
         self._tell(step, row)
+
+    def _write_traces(
+        self,
+        directory: Path,
+        trajectories: Sequence[Trajectory],
+        advantages: Callable[[], Sequence[np.ndarray]] | None,
+    ) -> None:
+        trained = None if advantages is None else advantages()
+        write_traces(directory, trajectories, self._render, advantages=trained)
 
     def flush(self) -> None:
         """All traces so far are on disk when this returns. Raises what writing them raised (a full disk); OSError where
